@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from compressor.codegen.backend import DumpPhase
+from compressor.codegen.gpu.experts.kernel import supports as experts_support
 from compressor.codegen.gpu.kernel_set import gpu_kernels
 from compressor.codegen.lowering.converters.converter import Converter
 from compressor.codegen.lowering.experts.stack import as_lowered
@@ -49,11 +50,13 @@ class CudaBackend(NativeBackend):
                 )
         check_operators(graph, Converter(kernels, Tuner("off", 1, None, "")).table())
         formats = {site.name: str(site.node.args[3]) for site in packed_weight_sites(graph)}
-        for target, place in ((_EMBEDDING, 2), (_ROUTED, 4)):
-            nodes = graph.graph.find_nodes(op="call_function", target=target)
-            formats |= {node.name: str(node.args[place]) for node in nodes}
-        for name, format_name in formats.items():
-            if reason := kernels.supports(Format.parse(format_name)):
+        formats |= {
+            node.name: str(node.args[2]) for node in graph.graph.find_nodes(op="call_function", target=_EMBEDDING)
+        }
+        routed = {node.name: str(node.args[4]) for node in graph.graph.find_nodes(op="call_function", target=_ROUTED)}
+        for name, format_name in (formats | routed).items():
+            supports = experts_support if name in routed else kernels.supports
+            if reason := supports(Format.parse(format_name)):
                 raise UsageError(f"{name}: {format_name}: {reason}; take another format, or the target x86")
 
     def estimate_bytes(self, graph: GraphModule) -> int:

@@ -15,11 +15,14 @@ from compressor.codegen.gpu.experts.kernel import dense_routed_linear, packed_ro
 from compressor.codegen.gpu.linear import dense, packed
 from compressor.codegen.gpu.linear.kernel import Schedule
 from compressor.codegen.gpu.lower import ScheduleThreads
+from compressor.codegen.gpu.sparse import columns, n_of_m
 from compressor.codegen.gpu.toolchain import check_device_module, device_code, usage_of
 from compressor.codegen.isa import Isa
 from compressor.codegen.lowering.kernel_set import KernelSet, LinearKernels
 from compressor.codegen.lowering.phases import phases
 from compressor.codegen.tir_pipeline import PIPELINE
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup
+from compressor.formats.format import Format
 
 _CONVOLUTIONS, _STATES = "convolutions", "layers with a state"
 MISSING = {
@@ -38,6 +41,13 @@ def gpu_phases() -> list[tuple[str, tvm.transform.Pass]]:
     """List the phases: those of CPUs, with threads where those have vectors, in functions outside our families."""
     own = {"schedule_elementwise": ("schedule_threads", ScheduleThreads())}
     return [own.get(name, (name, step)) for name, step in phases()]
+
+
+def _supports(fmt: Format) -> str:
+    """Say what linears do not read of a format; an empty text if they read all."""
+    if fmt.extra(KeptOfGroup) is not None:
+        return n_of_m.supports(fmt)
+    return (packed if fmt.extra(ColumnBlocks) is None else columns).supports(fmt)
 
 
 def gpu_kernels(isa: Isa) -> KernelSet:
@@ -61,7 +71,8 @@ def gpu_kernels(isa: Isa) -> KernelSet:
         pack_cache=packed_caches.pack_cache,
         packed_attention=packed_caches.packed_attention,
         missing=MISSING,
-        supports=packed.supports,
+        others={KeptOfGroup: n_of_m.n_of_m_linear, ColumnBlocks: columns.column_blocks_linear},
+        supports=_supports,
         generate=partial(_generate, isa),
         measures_memory=False,
     )

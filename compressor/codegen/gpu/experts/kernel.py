@@ -26,8 +26,10 @@ from compressor.codegen.gpu.linear.many_tokens import ManyTokens
 from compressor.codegen.gpu.linear.operands import Operands
 from compressor.codegen.gpu.linear.products import Statements
 from compressor.codegen.gpu.memory import held
+from compressor.codegen.gpu.sparse import n_of_m
 from compressor.codegen.kernels.experts import Routing
 from compressor.codegen.kernels.linear.weights import Weight, parameter
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup
 from compressor.formats.format import Format
 
 FEW = 8
@@ -72,6 +74,13 @@ class _Many(ManyTokens):
             super()._store_pair(local, weight, pair, row, values, is_tile, is_even)
 
 
+def supports(fmt: Format) -> str:
+    """Say what these kernels cannot read of a format; an empty text if they read all."""
+    if fmt.extra(ColumnBlocks) is not None:
+        return "experts on a GPU do not leave columns out"
+    return (packed if fmt.extra(KeptOfGroup) is None else n_of_m).supports(fmt)
+
+
 def packed_routed_linear(
     routing: Routing, rows: int, columns: int, fmt: Format, has_bias: bool, schedule: Schedule
 ) -> tvm.tirx.PrimFunc:
@@ -80,7 +89,8 @@ def packed_routed_linear(
     Parameters of the result: as those of :func:`compressor.codegen.kernels.experts.packed_routed_linear`.
     """
     operands = ExpertOperands([rows], [fmt.parts(rows, columns)], has_bias, False)
-    return _routed_kernel(packed.products_of(fmt, columns), operands, routing, schedule)
+    make = packed.products_of if fmt.extra(KeptOfGroup) is None else n_of_m.products_of
+    return _routed_kernel(make(fmt, columns), operands, routing, schedule)
 
 
 def dense_routed_linear(routing: Routing, rows: int, columns: int, storage: str, has_bias: bool) -> tvm.tirx.PrimFunc:

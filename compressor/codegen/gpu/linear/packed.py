@@ -6,34 +6,28 @@ from collections.abc import Sequence
 
 import tvm
 
-from compressor.codegen.gpu.linear import n_of_m, products
+from compressor.codegen.gpu.linear import products
 from compressor.codegen.gpu.linear.fragments import Fragments
 from compressor.codegen.gpu.linear.kernel import Schedule, linear_kernel
 from compressor.codegen.gpu.linear.operands import Operands
 from compressor.codegen.gpu.linear.products import Products
 from compressor.codegen.kernels.linear.prologue import Prologue
-from compressor.formats.extras import KeptOfGroup
 from compressor.formats.format import Format
 
 
 def supports(fmt: Format) -> str:
     """Say what these kernels cannot read of a format; an empty text if they read all."""
-    pattern = fmt.extra(KeptOfGroup)
-    if wrong := products.supports(fmt) if pattern is None else n_of_m.supports(pattern):
+    if wrong := products.supports(fmt):
         return wrong
-    found = _fragments(fmt, (pattern.size if pattern is not None else 16) << 16)
+    found = Fragments.of(fmt, 1 << 20)
     return found if isinstance(found, str) else ""
-
-
-def _fragments(fmt: Format, columns: int) -> Fragments | str:
-    return Fragments.of(fmt, columns) if fmt.extra(KeptOfGroup) is None else n_of_m.fragments_of(fmt, columns)
 
 
 def products_of(fmt: Format, columns: int) -> Products:
     """Return the statements for a format that :func:`supports` finds nothing wrong with."""
-    fragments = _fragments(fmt, columns)
+    fragments = Fragments.of(fmt, columns)
     assert not supports(fmt) and isinstance(fragments, Fragments)
-    return (Products if fmt.extra(KeptOfGroup) is None else n_of_m.KeptProducts)(fragments, fmt)
+    return Products(fragments, fmt)
 
 
 def fused_linear(

@@ -12,8 +12,8 @@ from torch.nn.functional import silu
 
 from compressor.codegen.gpu.experts.kernel import packed_routed_linear
 from compressor.codegen.gpu.linear.kernel import Schedule
-from compressor.codegen.gpu.linear.packed import fused_linear, supports
 from compressor.codegen.gpu.linear.shares import Streaming, Tiling
+from compressor.codegen.gpu.sparse.n_of_m import n_of_m_linear, supports
 from compressor.codegen.kernels.experts import Routing
 from compressor.codegen.kernels.linear.prologue import Prologue
 from compressor.formats.format import Format
@@ -31,7 +31,7 @@ def test_formats(name: str) -> None:
     rows, columns = pick.randint(1, 70), 16 * pick.randint(1, 40)
     packed = random_packed(fmt, rows, columns, rng)
     bias = torch.randn(rows, generator=rng) if pick.random() < 0.5 else None
-    kernel = lockstep.build(fused_linear([rows], columns, fmt, bias is not None, SMALL))
+    kernel = lockstep.build(n_of_m_linear([rows], columns, fmt, bias is not None, schedule=SMALL))
     args = (list(packed.parts.values()), bias, fmt.name, columns, rows)
     for batch, tokens in [(1, 1), (1, 3), (3, 5), (1, 23)]:
         x = torch.randn(batch, tokens, columns, generator=rng)
@@ -46,7 +46,7 @@ def test_formats(name: str) -> None:
 def test_several_weights_share_computed_inputs() -> None:
     rng, fmt, rows = torch.Generator().manual_seed(5), Format.parse("W8A16_2:4"), [33, 16]
     packed = [random_packed(fmt, n, 48, rng) for n in rows]
-    kernel = lockstep.build(fused_linear(rows, 48, fmt, False, SMALL, prologue=Prologue("silu", gated=True)))
+    kernel = lockstep.build(n_of_m_linear(rows, 48, fmt, False, schedule=SMALL, prologue=Prologue("silu", gated=True)))
     stored = [part for weight in packed for part in weight.parts.values()]
     for tokens in (1, 6, 20):
         gate, up = torch.randn(2, 1, tokens, 48, generator=rng)
@@ -72,7 +72,7 @@ def test_damaged_numbers_write_nothing_outside() -> None:
     """A row whose numbers name no choice has wrong outputs; other rows have right ones."""
     fmt, rng = Format.parse("W4A16_C_2:8"), torch.Generator().manual_seed(0)
     packed, x = random_packed(fmt, 20, 96, rng), torch.randn(1, 1, 96, generator=rng)
-    kernel = lockstep.build(fused_linear([20], 96, fmt, False, SMALL))
+    kernel = lockstep.build(n_of_m_linear([20], 96, fmt, False, schedule=SMALL))
     expected = OPS.packed_linear(x, list(packed.parts.values()), None, fmt.name, 96, 20)
     parts = {key: part.clone() for key, part in packed.parts.items()}
     parts["patterns"][0, :, 3] = -1

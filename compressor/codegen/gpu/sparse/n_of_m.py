@@ -7,14 +7,18 @@ or the code of zero: one byte permutation expands four columns.  What follows ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import tvm
 from tvm.script import tirx as T
 
 from compressor.codegen.gpu.linear.fragments import LANES, Fragments
-from compressor.codegen.gpu.linear.operands import PackedLoads
+from compressor.codegen.gpu.linear.kernel import Schedule, linear_kernel
+from compressor.codegen.gpu.linear.operands import Operands, PackedLoads
 from compressor.codegen.gpu.linear.products import Products
 from compressor.codegen.gpu.memory import call
+from compressor.codegen.kernels.linear.prologue import Prologue
 from compressor.codegen.kernels.linear.weights import Weight
 from compressor.formats.extras import KeptOfGroup
 from compressor.formats.format import Format
@@ -58,24 +62,51 @@ __device__ inline void compressor_load2(int* to, const int* from) {
 """
 
 
-def supports(pattern: KeptOfGroup) -> str:
-    """Say why a pattern has no kernel on a GPU; an empty text if it has."""
-    if pattern.kept in (1, 2, 4) and pattern.size % 4 == 0:
-        return ""
-    return (
-        f"packed linears on a GPU keep 1, 2 or 4 of groups of a multiple of 4 weights, not {pattern.kept}:"
-        f"{pattern.size}; take 2:4"
-    )
+def supports(fmt: Format) -> str:
+    """Say what these kernels cannot read of a format; an empty text if they read all."""
+    pattern = _pattern(fmt)
+    if pattern.kept not in (1, 2, 4) or pattern.size % 4:
+        return (
+            f"packed linears on a GPU keep 1, 2 or 4 of groups of a multiple of 4 weights, not {pattern.kept}:"
+            f"{pattern.size}; take 2:4"
+        )
+    found = _fragments(fmt, pattern.size << 16)
+    return found if isinstance(found, str) else ""
 
 
-def fragments_of(fmt: Format, columns: int) -> Fragments | str:
+def products_of(fmt: Format, columns: int) -> Products:
+    """Return the statements for a format that :func:`supports` finds nothing wrong with."""
+    fragments = _fragments(fmt, columns)
+    assert not supports(fmt) and isinstance(fragments, Fragments)
+    return _KeptProducts(fragments, fmt)
+
+
+def n_of_m_linear(
+    rows: Sequence[int],
+    columns: int,
+    fmt: Format,
+    has_bias: bool,
+    *,
+    schedule: Schedule | None = None,
+    prologue: Prologue | None = None,
+    has_residual: bool = False,
+) -> tvm.tirx.PrimFunc:
+    """Write TIR for :func:`compressor.ops.linear.packed_linear` of a format that keeps N of every M weights.
+
+    Parameters of the result: as of :func:`compressor.codegen.kernels.linear.packed.fused_linear`.
+    """
+    operands = Operands(rows, [fmt.parts(n, columns) for n in rows], has_bias, has_residual)
+    return linear_kernel(products_of(fmt, columns), operands, schedule or Schedule(), prologue)
+
+
+def _fragments(fmt: Format, columns: int) -> Fragments | str:
     """Lay out all columns, those that are not stored included; or say why that cannot be."""
     pattern = _pattern(fmt)
     scale, chunk = (n // pattern.kept * pattern.size for n in (fmt.columns(columns), fmt.chunk_columns))
     return Fragments.cut(fmt, columns, scale, chunk)
 
 
-class KeptLoads(PackedLoads):
+class _KeptLoads(PackedLoads):
     """Loads beside a chunk's codes the words that its groups' numbers begin in, and the words after those."""
 
     def __init__(self, fragments: Fragments, fmt: Format) -> None:
@@ -86,7 +117,7 @@ class KeptLoads(PackedLoads):
         self.chunk_bits = fmt.chunk_columns // self.pattern.kept * self.pattern.index_bits
 
     def codes(self, to: Any, slot: int, weight: Weight, tile: Any, step: Any, lane: Any) -> None:
-        """Load a step's codes to ``to[slot]`` and on, and then what :meth:`KeptProducts.number` reads."""
+        """Load a step's codes to ``to[slot]`` and on, and then the words that numbers begin in."""
         super().codes(to, slot, weight, tile, step, lane)
         part = weight.parts["patterns"]
         for i in range(self.fragments.lane_chunks):
@@ -99,13 +130,13 @@ class KeptLoads(PackedLoads):
                 T.evaluate(call("compressor_load2", T.address_of(to[place + 1 + 2 * j]), at, source=_LOAD))
 
 
-class KeptProducts(Products):
+class _KeptProducts(Products):
     """The statements for one format that keeps N of every M weights."""
 
     def __init__(self, fragments: Fragments, fmt: Format) -> None:
         super().__init__(fragments, fmt)
         self.pattern = _pattern(fmt)
-        self.loads = self.kept = KeptLoads(fragments, fmt)
+        self.loads = self.kept = _KeptLoads(fragments, fmt)
 
     def number(self, words: Any, slot: int, chunk: int, group: int, row: int) -> Any:
         """Return the number of a group of a lane's chunk, uint32."""
