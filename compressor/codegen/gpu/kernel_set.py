@@ -47,7 +47,7 @@ def _supports(fmt: Format) -> str:
     """Say what linears do not read of a format; an empty text if they read all."""
     if fmt.extra(KeptOfGroup) is not None:
         return n_of_m.supports(fmt)
-    return (packed if fmt.extra(ColumnBlocks) is None else columns).supports(fmt)
+    return packed.supports(fmt) if fmt.extra(ColumnBlocks) is None else columns.supports(fmt)
 
 
 def gpu_kernels(isa: Isa) -> KernelSet:

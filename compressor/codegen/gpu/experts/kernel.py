@@ -78,7 +78,7 @@ def supports(fmt: Format) -> str:
     """Say what these kernels cannot read of a format; an empty text if they read all."""
     if fmt.extra(ColumnBlocks) is not None:
         return "experts on a GPU do not leave columns out"
-    return (packed if fmt.extra(KeptOfGroup) is None else n_of_m).supports(fmt)
+    return packed.supports(fmt) if fmt.extra(KeptOfGroup) is None else n_of_m.supports(fmt)
 
 
 def packed_routed_linear(
