@@ -9,6 +9,8 @@ from tvm import s_tir, tirx
 from tvm.ir.instrument import pass_instrument
 from tvm_ffi import structural_walk
 
+from compressor.codegen.divisions import DivideSizes
+
 PIPELINE = "compressor"
 """The pipeline's name, for :func:`tvm.compile` and :func:`tirx.build`."""
 
@@ -51,7 +53,7 @@ def _pipeline() -> tuple[Any, Any, Any]:
         return done
 
     apply = tvm.transform.module_pass(lower_kernels, opt_level=0, name="LowerKernels")
-    return apply, finish_host, finish_device
+    return apply, finish_host, lambda: tvm.transform.Sequential([DivideSizes(), finish_device()])
 
 
 tirx.register_tir_pipeline(PIPELINE, _pipeline)

@@ -39,7 +39,10 @@ def compiled(emit: Callable[[Any, Any], Any], dtype: str = "float32") -> Any:
             if name != "bundle_parameters":
                 mod = ScheduleThreads()(mod) if name == "schedule_elementwise" else phase(mod)
     empty = tvm.transform.Sequential([])
-    built = relax.vm_build.build(mod, lockstep.target(), relax_pipeline=empty, tir_pipeline=PIPELINE)
+    return relax.vm_build.build(mod, lockstep.target(), relax_pipeline=empty, tir_pipeline=PIPELINE)
+
+
+def machine(built: Any) -> Any:
     return relax.VirtualMachine(built, [tvm.cuda(0), tvm.cpu(0)])
 
 
@@ -77,7 +80,7 @@ CASES: dict[str, tuple[Callable[[Any, Any], Any], Callable[[torch.Tensor], torch
 @pytest.mark.parametrize("name", CASES)
 def test_a_function_computes_what_pytorch_does(name: str) -> None:
     emit, expected = CASES[name]
-    vm = compiled(emit)
+    vm = machine(compiled(emit))
     for n in (1, 9):
         x = torch.randn(n, 4, WIDTH, generator=torch.Generator().manual_seed(n)) * 3
         if name != "argmax":
@@ -87,10 +90,18 @@ def test_a_function_computes_what_pytorch_does(name: str) -> None:
 
 
 def test_small_integers_and_halves() -> None:
-    vm = compiled(lambda _, x: O.astype(O.add(O.astype(x, "float16"), relax.const(0.5, "float16")), "float32"), "int8")
+    half = relax.const(0.5, "float16")
+    vm = machine(compiled(lambda _, x: O.astype(O.add(O.astype(x, "float16"), half), "float32"), "int8"))
     x = np.random.default_rng(0).integers(-128, 127, (2, 4, WIDTH)).astype(np.int8)
     got = vm["main"](tvm.runtime.tensor(x, tvm.cuda(0))).numpy()
     assert (got == x.astype(np.float32) + 0.5).all()
+
+
+def test_divisions_of_sizes_need_no_care_for_negative_numbers() -> None:
+    text = lockstep.cuda_text(compiled(CASES["turned"][0]))
+    body = text[text.rindex('extern "C" __global__') :]
+    assert "/ (n * (int64_t)4)" in body, body
+    assert "rmod" not in body and "rdiv" not in body, body
 
 
 def test_a_loop_of_the_host_is_refused_by_name() -> None:
