@@ -13,8 +13,8 @@ from compressor.codegen.gpu.attention import kernels as attention
 from compressor.codegen.gpu.attention import packed as packed_caches
 from compressor.codegen.gpu.experts.kernel import dense_routed_linear, packed_routed_linear
 from compressor.codegen.gpu.linear import dense, packed
-from compressor.codegen.gpu.linear.kernel import Schedule
 from compressor.codegen.gpu.lower import ScheduleThreads
+from compressor.codegen.gpu.spaces import dense_choices, packed_choices
 from compressor.codegen.gpu.sparse import columns, n_of_m
 from compressor.codegen.gpu.toolchain import check_device_module, device_code, usage_of
 from compressor.codegen.isa import Isa
@@ -55,10 +55,8 @@ def gpu_kernels(isa: Isa) -> KernelSet:
     return KernelSet(
         isa=isa,
         phases=gpu_phases,
-        dense=LinearKernels(dense.dense_linear, lambda: [Schedule()], lambda schedule: [schedule]),
-        packed=LinearKernels(
-            packed.fused_linear, lambda _tiles: [Schedule()], lambda _tiles, schedule, _fmt: [schedule]
-        ),
+        dense=LinearKernels(dense.dense_linear, dense_choices),
+        packed=LinearKernels(packed.fused_linear, packed_choices),
         dense_routed=dense_routed_linear,
         packed_routed=packed_routed_linear,
         norm=rows.norm,

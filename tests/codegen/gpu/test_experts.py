@@ -22,7 +22,7 @@ from compressor.codegen.kernels.linear.weights import parameter
 from compressor.formats.format import Format
 
 EXPERTS = 5
-SMALL = Schedule(Streaming(4, 8, 2), Streaming(2, 8, 2), Tiling(1, 1, 2, 1, 2, 2, 1))
+SMALL = Schedule(Streaming(4, 8, 2), *[Streaming(2, 8, 2)] * 2, *[Tiling(1, 1, 2, 1, 2, 2, 1)] * 2)
 MANY = 90  # pairs: more than an expert's blocks of few tokens take
 
 

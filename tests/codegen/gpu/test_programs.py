@@ -24,7 +24,7 @@ from compressor.codegen.gpu.linear.shares import Streaming, Tiling
 from compressor.codegen.isa import Isa
 from compressor.codegen.lowering.compile import Library, compile_graph
 from compressor.codegen.lowering.experts.stack import stack_experts
-from compressor.codegen.lowering.kernel_set import KernelSet
+from compressor.codegen.lowering.kernel_set import Choice, KernelSet
 from compressor.codegen.targets.cuda import Cuda
 from compressor.errors import UsageError
 from compressor.evaluate.quality import GraphLogits
@@ -33,13 +33,13 @@ from compressor.passes.magnitude import Magnitude
 from compressor.pipeline.context import Context
 from compressor.run.cuda import CudaBackend
 
-SMALL = Schedule(Streaming(4, 8, 2), Streaming(2, 8, 2), Tiling(1, 1, 2, 1, 2, 2, 1))
+SMALL = Schedule(Streaming(4, 8, 2), *[Streaming(2, 8, 2)] * 2, *[Tiling(1, 1, 2, 1, 2, 2, 1)] * 2)
 
 
 def small_kernels(isa: Isa) -> KernelSet:
     """Return the kernels with little to unroll, which g++ compiles in half the time."""
     kernels = gpu_kernels(isa)
-    return replace(kernels, packed=replace(kernels.packed, first=lambda _tiles: [SMALL]))
+    return replace(kernels, packed=replace(kernels.packed, choices=lambda *_: [Choice(1, lambda _: [SMALL])]))
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from compressor.codegen.gpu.linear.kernel import PREPARING, Schedule
 from compressor.codegen.gpu.linear.many_tokens import ManyTokens
 from compressor.codegen.gpu.linear.operands import Operands
 from compressor.codegen.gpu.linear.products import Statements
+from compressor.codegen.gpu.linear.shares import Streaming
 from compressor.codegen.gpu.memory import held
 from compressor.codegen.gpu.sparse import n_of_m
 from compressor.codegen.kernels.experts import Routing
@@ -82,15 +83,14 @@ def supports(fmt: Format) -> str:
 
 
 def packed_routed_linear(
-    routing: Routing, rows: int, columns: int, fmt: Format, has_bias: bool, schedule: Schedule
+    routing: Routing, rows: int, columns: int, fmt: Format, has_bias: bool, schedule: Schedule | None
 ) -> tvm.tirx.PrimFunc:
     """Write TIR for :func:`compressor.ops.experts.packed_routed_linear`.
 
     Parameters of the result: as those of :func:`compressor.codegen.kernels.experts.packed_routed_linear`.
     """
-    operands = ExpertOperands([rows], [fmt.parts(rows, columns)], has_bias, False)
-    make = packed.products_of if fmt.extra(KeptOfGroup) is None else n_of_m.products_of
-    return _routed_kernel(make(fmt, columns), operands, routing, schedule)
+    make = packed.packed_parts if fmt.extra(KeptOfGroup) is None else n_of_m.kept_parts
+    return _routed_kernel(*make([rows], columns, fmt, has_bias, False), routing, schedule or Schedule())
 
 
 def dense_routed_linear(routing: Routing, rows: int, columns: int, storage: str, has_bias: bool) -> tvm.tirx.PrimFunc:
@@ -98,23 +98,23 @@ def dense_routed_linear(routing: Routing, rows: int, columns: int, storage: str,
 
     Parameters of the result: as those of :func:`compressor.codegen.kernels.experts.dense_routed_linear`.
     """
-    operands = ExpertOperands([rows], [dense.stored(rows, columns, storage)], has_bias, False)
-    return _routed_kernel(dense.products_of(rows, columns, storage), operands, routing, Schedule())
+    return _routed_kernel(*dense.dense_parts(rows, columns, storage, has_bias), routing, Schedule())
 
 
 def _routed_kernel(
-    products: Statements, operands: ExpertOperands, routing: Routing, schedule: Schedule
+    products: Statements, one_expert: Operands, routing: Routing, schedule: Schedule
 ) -> tvm.tirx.PrimFunc:
     """Write TIR with the parameters x, index, all experts' parts and biases, and y, for any number of tokens."""
     experts, each, fragments = routing.experts, routing.each, products.fragments
+    operands = ExpertOperands(one_expert.rows, one_expert.stored, one_expert.has_bias, False)
     rows, columns, has_bias = operands.rows[0], fragments.columns, operands.has_bias
-    shares = {name: max(1, getattr(schedule, name).blocks // each) for name in ("one", "few")}
-    one = _Few(products, operands, replace(schedule.one, blocks=shares["one"]), 1, True)
-    few = _Few(products, operands, replace(schedule.few, blocks=shares["few"]), FEW * fragments.halves // 8, False)
-    many = _Many(products, operands, schedule.many)
+    streaming, short, _some, tiling, _most = schedule.of_shape(operands.tiles[0], fragments)
+    one = _Few(products, operands, _shared_out(streaming, each), 1)
+    few = _Few(products, operands, _shared_out(short, each), FEW)
+    many = _Many(products, operands, tiling)
     run_one = one.macro(None)
-    run_few = _sorted(routing, few, few.macro(None), few.tokens, few.steps, few.room)
-    run_many = _sorted(routing, many, many.macro(), many.tiling.tokens, many.all_steps, many.room(many.tiling.tokens))
+    run_few = _sorted(routing, few, few.macro(None), few.tokens, few.room)
+    run_many = _sorted(routing, many, many.macro(), many.tiling.tokens, many.room(many.tiling.tokens))
 
     @T.prim_func(s_tir=True, private=True)
     def kernel() -> None:
@@ -152,18 +152,22 @@ def _routed_kernel(
     return kernel
 
 
-def _sorted(routing: Routing, kernel: Any, run: Any, width: int, steps: int, room: int) -> Any:
+def _shared_out(streaming: Streaming, each: int) -> Streaming:
+    """Give each of a token's experts its part of the blocks."""
+    return replace(streaming, blocks=max(1, streaming.blocks // each))
+
+
+def _sorted(routing: Routing, kernel: Any, run: Any, width: int, room: int) -> Any:
     """Make a macro that sorts pairs into blocks of ``width``, prepares them, and runs ``run`` for each block.
 
     Args:
         kernel: of :class:`_Few` or :class:`_Many`; ``run`` is its macro.
-        steps: for which activations are prepared.
         room: words of a block's activations.
     """
     experts, operands, fragments = routing.experts, kernel.operands, kernel.fragments
     rows, columns = operands.rows[0], fragments.columns
     sort = sort_pairs(experts, width)
-    statements = Preparation(fragments, None, PREPARING, steps)
+    statements = Preparation(fragments, None, PREPARING, kernel.all_steps)
     prepare, is_few = statements.macro(), isinstance(kernel, _Few)
 
     @T.inline

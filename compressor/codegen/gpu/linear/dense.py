@@ -19,7 +19,7 @@ from compressor.codegen.gpu.linear.products import Statements
 from compressor.codegen.gpu.linear.tensor_cores import product_bfloats, product_floats, product_halves
 from compressor.codegen.gpu.memory import stream_four
 from compressor.codegen.kernels.linear.weights import Weight
-from compressor.formats.parts import TILE_ROWS, Stored
+from compressor.formats.parts import TILE_ROWS
 
 _KINDS: dict[str, Kind] = {"float16": "float16", "uint16": "bfloat16", "float32": "float32"}
 _BYTES = 16  # that a lane loads of a row at once
@@ -108,20 +108,15 @@ def dense_linear(
 
     Parameters of the result: as those of :func:`compressor.codegen.kernels.dense.dense_linear`.
     """
-    operands = Operands([out_features], [stored(out_features, in_features, storage)], has_bias, False)
-    return linear_kernel(products_of(out_features, in_features, storage), operands, schedule, None)
+    return linear_kernel(*dense_parts(out_features, in_features, storage, has_bias), schedule, None)
 
 
-def stored(rows: int, columns: int, storage: str) -> dict[str, Stored]:
-    """Return type and shape of the only part of a weight."""
-    return {"weight": (storage, (rows, columns))}
-
-
-def products_of(rows: int, columns: int, storage: str) -> DenseProducts:
-    """Return the statements for a storage type."""
+def dense_parts(rows: int, columns: int, storage: str, has_bias: bool) -> tuple[DenseProducts, Operands]:
+    """Return what the kernel for a weight [rows, columns] is made of."""
     chunk = _BYTES // (4 if storage == "float32" else 2)
     fragments = Fragments(
         columns=columns, kind=_KINDS[storage], order=(0, 1, 2, 3), chunk_columns=chunk, lane_chunks=1,
         group_columns=columns, scale_columns=columns, act=None,
     )  # fmt: skip
-    return DenseProducts(fragments, rows)
+    operands = Operands([rows], [{"weight": (storage, (rows, columns))}], has_bias, False)
+    return DenseProducts(fragments, rows), operands

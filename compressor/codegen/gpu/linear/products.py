@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tvm.script import tirx as T
 
-from compressor.codegen.gpu.halves import low_half, pick_bytes, subtract_halves
+from compressor.codegen.gpu.halves import low_half, multiply_add_halves, pick_bytes, subtract_halves
 from compressor.codegen.gpu.linear.fragments import Fragments
 from compressor.codegen.gpu.linear.operands import Loads, PackedLoads
 from compressor.codegen.gpu.linear.tensor_cores import product_bytes, product_halves
@@ -74,6 +74,12 @@ class Statements(ABC):
         """Decode a row's scale, times what :meth:`expand` leaves out."""
         return T.float32(1)
 
+    def leave_out(self, a: Any, at: int, lane: Any, inner: int) -> None:
+        """Set operand A to zero in lanes whose columns are in another group of the step than the ``inner``-th."""
+        f = self.fragments
+        for i in range(at, at + self.operand if f.step_groups > 1 else at):
+            T.buffer_store(a, T.if_then_else(f.inner_group(lane) == inner, a[i], T.uint32(0)), [i])
+
     def clear(self, sums: Any, at: int) -> None:
         """Set the sums of one block of tokens to zero."""
         for i in range(self.sums):
@@ -99,7 +105,9 @@ class Products(Statements):
         self.is_unsigned = self.integer and not self.is_high and self.fmt.bits == 8 and self.has_zeros
         # A lane gives a product four or eight columns.
         self.per_step = fragments.lane_chunks * fragments.chunk_columns // (8 if self.integer else 4)
-        self.constants = 2 if self.has_zeros else 0
+        is_code = isinstance(weights, Integers) and not self.integer
+        self.is_nibbles = is_code and self.fmt.planes == (4,)  # one mask takes codes out of their words
+        self.constants = (4 if self.is_nibbles else 2) if self.has_zeros else 0
         self.sums = 8 if self.is_unsigned else 4
 
     def _quad(self, words: Any, slot: int, quad: int, row: int, high: bool) -> Any:
@@ -126,10 +134,13 @@ class Products(Statements):
 
     def store_constants(self, constants: Any, at: int, raw: Any) -> None:
         """Store what the codes of two rows are compared with: of their zero points, one a byte of ``raw``."""
-        for row in range(self.constants):
+        for row in range(2 if self.has_zeros else 0):
             zero = T.bitwise_and(T.shift_right(T.reinterpret(raw, dtype="uint32"), T.uint32(8 * row)), T.uint32(255))
             if not self.integer:
                 value = (zero + T.uint32(_THOUSAND)) * T.uint32(0x10001)
+                if self.is_nibbles:  # -(64 + zero): from 64 to 128, a step is 16 of the mantissa's last
+                    more = (T.shift_left(zero, T.uint32(4)) + T.uint32(0xD400)) * T.uint32(0x10001)
+                    T.buffer_store(constants, more, [at + 2 + row])
             elif self.is_unsigned:
                 value = zero * T.uint32(0x01010101)
             else:
@@ -146,6 +157,12 @@ class Products(Statements):
             return
         is_float = self.fmt.element is not None
         for row in range(2):
+            if self.is_nibbles:
+                word = words[slot + 2 * (product // 2) + row]
+                for part in range(2):
+                    halves = self._nibbles(word, product % 2, part, constants, first + row)
+                    T.buffer_store(to, halves, [at + 2 * part + row])
+                continue
             quad = held(self._quad(words, slot, product, row, is_float))
             for part in range(2):
                 halves = self._to_float(quad, part) if is_float else self._to_halves(quad, part, constants, first + row)
@@ -173,6 +190,21 @@ class Products(Statements):
             bits = int(np.float16(zero).view(np.uint16)) * 0x10001
             return subtract_halves(subtract_halves(value, T.uint32(_THOUSAND * 0x10001)), T.uint32(bits))
         return subtract_halves(value, T.uint32((_THOUSAND + int(zero)) * 0x10001))
+
+    def _nibbles(self, word: Any, is_high: int, part: int, constants: Any, at: int) -> Any:
+        """Return two codes of four bits less their zero point: the last bits of 1024 and above, or 16 times as much."""
+        bits = T.reinterpret(word, dtype="uint32")
+        bits = T.shift_right(bits, T.uint32(8)) if part else bits
+        value = T.bitwise_or(
+            T.bitwise_and(bits, T.uint32(0x00F000F0 if is_high else 0x000F000F)), T.uint32(_THOUSAND * 0x10001)
+        )
+        zero = int(self.fmt.zero_point)
+        if not is_high:
+            less = constants[at] if self.has_zeros else T.uint32((_THOUSAND + zero) * 0x10001)
+            return subtract_halves(value, less)
+        sixty_four = T.uint32(int(np.float16(-64 - zero).view(np.uint16)) * 0x10001)
+        more = constants[at + 2] if self.has_zeros else sixty_four
+        return multiply_add_halves(value, T.uint32(0x2C002C00), more)
 
     def _to_float(self, quad: Any, part: int) -> Any:
         """Return small floats, whose sign is their byte's highest bit, with their fields in float16's places."""

@@ -15,15 +15,16 @@ Many tokens are few tokens again and again: the weight is read once for every ei
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import tvm
 from tvm.script import tirx as T
 
-from compressor.codegen.gpu.intrinsics import WARP
+from compressor.codegen.gpu.intrinsics import WARP, barrier
 from compressor.codegen.gpu.linear import products as of_products
 from compressor.codegen.gpu.linear.activations import Preparation, Prepared
-from compressor.codegen.gpu.linear.few_tokens import FewTokens
+from compressor.codegen.gpu.linear.few_tokens import FewTokens, Registers
 from compressor.codegen.gpu.linear.fragments import Fragments
 from compressor.codegen.gpu.linear.kernel import Schedule, preparing
 from compressor.codegen.gpu.linear.operands import Operands
@@ -98,7 +99,8 @@ class KeptColumns(FewTokens):
         self.pattern, self.kept = blocks, fmt.stored_columns(columns)
         fragments = Fragments.of(stored, self.kept)
         assert isinstance(fragments, Fragments)
-        super().__init__(Products(fragments, stored), operands, streaming, 1, is_one)
+        tokens = 1 if is_one else 8 // fragments.halves
+        super().__init__(Products(fragments, stored), operands, replace(streaming, tiles=1), tokens)
         f = fragments
         self.row = _Row(columns, f.kind, f.order, 4, 1, columns, columns, f.act)
         self.all_blocks = blocks.blocks(columns)
@@ -133,7 +135,7 @@ class KeptColumns(FewTokens):
             T.buffer_store(bits, call("compressor_bits_up_to", bits[0], lane, source=_SCAN, kind="int32"), [1])
             with T.If(lane == WARP - 1), T.Then():
                 T.buffer_store(counts, bits[1], [warp])
-            T.evaluate(T.tvm_storage_sync("shared.dyn"))
+            barrier()
             T.buffer_store(at, at[1] + bits[1] - call("compressor_bits", bits[0], source=_SCAN, kind="int32"), [0])
             for other in range(self.warps):
                 T.buffer_store(at, at[0] + T.if_then_else(other < warp, counts[other], 0), [0])
@@ -143,12 +145,12 @@ class KeptColumns(FewTokens):
                 with T.If(T.And(is_set, at[0] < kept)), T.Then():
                     T.buffer_store(places, word * 32 + bit, [at[0]])
                     T.buffer_store(at, at[0] + 1, [0])
-            T.evaluate(T.tvm_storage_sync("shared.dyn"))
+            barrier()
 
     def gather(self, to: Any, words: Any, places: Any, thread: Any, tokens: Any) -> None:
         """Gather the activations of the listed columns."""
         f, row, width = self.fragments, self.row, self.pattern.width
-        quads = self.steps * f.step_columns // 4
+        quads = self.all_steps * f.step_columns // 4
         four = T.alloc_buffer((4,), "int32", scope="local")
         for i in range(-(-quads // self.threads)):
             quad = i * self.threads + thread
@@ -178,7 +180,7 @@ class KeptColumns(FewTokens):
     def memory_of_tile(self, preparing: Preparation, words: Any, factor: Any) -> list[Any]:
         """Return the buffers: parts of sums, operand B, listed columns, counts; row, factors and room to prepare."""
         own = [
-            ((self.warps, self.tokens, TILE_ROWS), "float32"), ((self.room,), "uint32"), ((self.kept,), "int32"),
+            ((2, self.warps, self.tokens, TILE_ROWS), "float32"), ((self.room,), "uint32"), ((self.kept,), "int32"),
             ((self.warps,), "int32"),
         ]  # fmt: skip
         if not self.is_one:
@@ -192,8 +194,7 @@ class KeptColumns(FewTokens):
         ``words`` and ``factor`` are those of all tokens, of which ``tokens`` from ``self.first`` on are computed; one
         token has none.
         """
-        f, products, operands, share = self.fragments, self.products, self.operands, self.share
-        loads, is_one, batches = share.loads, self.is_one, share.batches
+        operands, share, is_one, batches = self.operands, self.share, self.is_one, self.share.batches
         preparing = Preparation(self.row, prologue, self.threads, self.row.steps)
         prepare = preparing.macro()
 
@@ -204,42 +205,33 @@ class KeptColumns(FewTokens):
                 T.launch_thread("threadIdx.x", self.threads) as thread,
             ):
                 lane, warp = T.meta_var((thread % WARP, thread // WARP))
-                words = T.alloc_buffer((loads * products.loads.words,), "int32", scope="local")
-                raw = T.alloc_buffer((self.next + 2 * self.pieces,), "int32", scope="local")
-                sums = T.alloc_buffer((self.blocks * products.sums,), products.kind, scope="local")
-                b = T.alloc_buffer((self.blocks * f.lane_words,), "uint32", scope="local")
-                a = T.alloc_buffer((products.operand,), "uint32", scope="local")
-                constants = T.alloc_buffer((2,), "uint32", scope="local")
-                out = T.alloc_buffer((4 * self.blocks,), "float32", scope="local")
+                local = T.meta_var(Registers.of(self))
                 parts, operand, places, counts, row, factor, scratch = T.meta_var(
                     self.memory_of_tile(preparing, words_, factor_)
                 )
                 at = T.meta_var(Prepared(given, norm, operands.shared, operand, factor, self.index))
-                local = T.meta_var((words, raw, sums, b, a, constants))
                 first = T.meta_var(operands.select(block, 1))
-                self.load_batch(words, raw, first, warp * share.steps, lane, 0, loads)
+                self.load(local, first, warp * share.steps, lane, 0, share.loads)
                 if is_one:
                     there = T.meta_var(Prepared(given, norm, operands.shared, row, factor, self.row.index))
                     prepare(there, T.int32(0), thread, scratch)
-                self.start(local, out)
-                self.take_next(raw)
+                self.start(local)
                 for turn in range(self.turns):
-                    task = T.meta_var(T.min(block + turn * self.grid, self.total - 1))
-                    tile = T.meta_var(operands.select(task, 1))
-                    self.list_blocks(tile[0], tile[1], places, counts, thread)
+                    task = T.meta_var(T.min(block + turn * self.grid, self.tasks - 1))
+                    own = T.meta_var(operands.select(task, 1))
+                    self.list_blocks(own[0], own[1], places, counts, thread)
                     self.gather(operand, row, places, thread, tokens)
-                    T.tvm_storage_sync("shared.dyn")
+                    barrier()
                     for part in range(batches):
-                        step = T.meta_var(warp * share.steps + part * loads)
-                        self.batch(at, local, out, block, turn * batches + part, step, warp, lane)
+                        step = T.meta_var(warp * share.steps + part * share.loads)
+                        self.batch(at, local, block, turn * batches + part, step, warp, lane)
                         if self.is_channel and part == batches - 1:
-                            self.finish_piece(at, local, out, step, lane, 0)
-                        self.take_next(raw)
-                    self.leave(parts, out, lane, warp)
-                    T.tvm_storage_sync("shared.dyn")
-                    if block + turn * self.grid < self.total:
-                        self.add_up(at, parts, tile[0], tile[1], thread, tokens)
-                    T.tvm_storage_sync("shared.dyn")
+                            self.finish_piece(at, local, step, lane, 0, 0)
+                        self.take_next(local)
+                    self.leave(parts, local, lane, warp, turn % 2)
+                    barrier()  # the other half of the parts is read before the next
+                    if block + turn * self.grid < self.tasks:
+                        self.add_up(at, parts, own, thread, tokens, turn % 2)
 
         return run
 
@@ -261,8 +253,11 @@ def column_blocks_linear(
     assert not supports(fmt)
     schedule = schedule or Schedule()
     operands = Operands(rows, [fmt.parts(n, columns) for n in rows], has_bias, has_residual)
-    one = KeptColumns(fmt, columns, operands, schedule.one, True)
-    few = KeptColumns(fmt, columns, operands, schedule.few, False)
+    fragments = Fragments.of(fmt.of_kept, fmt.stored_columns(columns))
+    assert isinstance(fragments, Fragments)
+    streaming, short, *_ = schedule.of_shape(sum(operands.tiles), fragments)
+    one = KeptColumns(fmt, columns, operands, streaming, True)
+    few = KeptColumns(fmt, columns, operands, short, False)
     run_one, run_few, layout = one.macro(prologue), few.macro(None), few.row
     prepare = preparing(layout, prologue, layout.steps, layout.index, operands)
 

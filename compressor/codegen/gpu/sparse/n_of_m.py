@@ -74,13 +74,6 @@ def supports(fmt: Format) -> str:
     return found if isinstance(found, str) else ""
 
 
-def products_of(fmt: Format, columns: int) -> Products:
-    """Return the statements for a format that :func:`supports` finds nothing wrong with."""
-    fragments = _fragments(fmt, columns)
-    assert not supports(fmt) and isinstance(fragments, Fragments)
-    return _KeptProducts(fragments, fmt)
-
-
 def n_of_m_linear(
     rows: Sequence[int],
     columns: int,
@@ -95,8 +88,18 @@ def n_of_m_linear(
 
     Parameters of the result: as of :func:`compressor.codegen.kernels.linear.packed.fused_linear`.
     """
+    assert not supports(fmt)
+    return linear_kernel(*kept_parts(rows, columns, fmt, has_bias, has_residual), schedule or Schedule(), prologue)
+
+
+def kept_parts(
+    rows: Sequence[int], columns: int, fmt: Format, has_bias: bool, has_residual: bool
+) -> tuple[Products, Operands]:
+    """Return what the kernel for weights [rows, columns] is made of."""
+    fragments = _fragments(fmt, columns)
+    assert isinstance(fragments, Fragments)
     operands = Operands(rows, [fmt.parts(n, columns) for n in rows], has_bias, has_residual)
-    return linear_kernel(products_of(fmt, columns), operands, schedule or Schedule(), prologue)
+    return _KeptProducts(fragments, fmt), operands
 
 
 def _fragments(fmt: Format, columns: int) -> Fragments | str:
@@ -137,6 +140,7 @@ class _KeptProducts(Products):
         super().__init__(fragments, fmt)
         self.pattern = _pattern(fmt)
         self.loads = self.kept = _KeptLoads(fragments, fmt)
+        self.is_nibbles = False  # codes are bytes where they are expanded
 
     def number(self, words: Any, slot: int, chunk: int, group: int, row: int) -> Any:
         """Return the number of a group of a lane's chunk, uint32."""

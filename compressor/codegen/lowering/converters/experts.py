@@ -41,10 +41,12 @@ class ExpertConverter(LinearConverter):
         name = f"routed_{routing.name}_{packed_linear_name(f'{rows}x{columns}', fmt, has_bias)}"
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
-            schedule = self._schedule(rows, columns, fmt, has_bias)
-            func = self.kernels.packed_routed(routing, rows, columns, fmt, has_bias, schedule)
-            details = {"family": "packed_routed_linear", "format": fmt.name, "schedule": dataclasses.asdict(schedule)}
-            return func, details
+            details: dict[str, Any] = {"family": "packed_routed_linear", "format": fmt.name}
+            if any(fmt.extra(extra) is not None for extra in self.kernels.others):
+                return self.kernels.packed_routed(routing, rows, columns, fmt, has_bias, None), details
+            schedule, _ = self._schedule(rows, columns, fmt, has_bias)
+            details["schedule"] = dataclasses.asdict(schedule)
+            return self.kernels.packed_routed(routing, rows, columns, fmt, has_bias, schedule), details
 
         return self._call(importer, name, make, [x, index, *parts, *([bias] if has_bias else [])], index, rows)
 
