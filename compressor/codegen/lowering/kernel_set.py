@@ -10,7 +10,7 @@ from typing import Any
 import tvm
 
 from compressor.codegen.isa import Isa
-from compressor.codegen.kernels import dense, embedding, norm
+from compressor.codegen.kernels import dense, embedding, experts, norm
 from compressor.codegen.kernels.attention import cached, packed
 from compressor.codegen.kernels.attention.cross import cross_attention
 from compressor.codegen.kernels.linear import packed as packed_linear
@@ -87,6 +87,8 @@ class KernelSet:
     phases: Phases
     dense: LinearKernels
     packed: LinearKernels
+    dense_routed: Maker
+    packed_routed: Maker
     norm: Maker
     embedding: Maker
     packed_embedding: Maker
@@ -115,6 +117,11 @@ def cpu_kernels(isa: Isa) -> KernelSet:
         rows: Any, columns: Any, fmt: Any, has_bias: bool, schedule: Any, **ends: Any
     ) -> tvm.tirx.PrimFunc:
         return packed_linear.fused_linear(rows, columns, fmt, has_bias, isa, schedule, **ends)
+
+    def packed_routed(
+        routing: Any, rows: int, columns: int, fmt: Format, has_bias: bool, schedule: Any
+    ) -> tvm.tirx.PrimFunc:
+        return experts.packed_routed_linear(routing, rows, columns, fmt, has_bias, isa, schedule)
 
     def packed_choices(rows: int, _columns: int, fmt: Format) -> list[Choice]:
         tiles = -(-rows // TILE_ROWS)
@@ -145,6 +152,8 @@ def cpu_kernels(isa: Isa) -> KernelSet:
             packed_choices,
             lambda schedule, rows, fmt: packed_linear.common_schedule(schedule, rows, fmt, isa),
         ),
+        dense_routed=partial(experts.dense_routed_linear, gemv_rows=dense.gemv_space()[0].gemv_rows),
+        packed_routed=packed_routed,
         norm=norm.norm,
         embedding=embedding.embedding,
         packed_embedding=partial(embedding.packed_embedding, isa=isa),

@@ -195,7 +195,11 @@ class FewTokens:
                 for warp in range(self.warps):
                     T.buffer_store(total, total[0] + parts[parity, warp, token, row], [0])
                 value = total[0] if self.fragments.act_span else total[0] * at.factor[token, 0]
-                T.buffer_store(weight.y, weight.finish(value, token, to), [token, to])
+                self.store(weight, value, token, to)
+
+    def store(self, weight: Any, value: Any, token: Any, row: Any) -> None:
+        """Store one output."""
+        T.buffer_store(weight.y, weight.finish(value, token, row), [token, row])
 
     def memory(self, preparing: Preparation, words: Any, factor: Any) -> list[Any]:
         """Return the buffers for parts of sums, activations, factors, and the preparation."""

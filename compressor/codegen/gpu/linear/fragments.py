@@ -55,10 +55,14 @@ class Fragments:
     @classmethod
     def of(cls, fmt: Format, columns: int) -> Fragments | str:
         """Choose the longest step of which a format's group is a multiple; or say why there is none."""
+        return cls.cut(fmt, columns, fmt.columns(columns), fmt.chunk_columns)
+
+    @classmethod
+    def cut(cls, fmt: Format, columns: int, scale: int, chunk: int) -> Fragments | str:
+        """Do the same for columns of which ``scale`` share a scale, and ``chunk`` are loaded together."""
         integer, act = fmt.integer_products, fmt.activations
         size = act.group_size if act is not None and integer else 0
-        scale = fmt.columns(columns)
-        group, chunk = min(scale, size or scale), fmt.chunk_columns
+        group = min(scale, size or scale)
         kind: Kind = "int8" if integer else "float16"
         order = (0, 1, 2, 3) if integer else (0, 2, 1, 3)
         lane, least = max(1, 16 // (chunk * (1 if integer else 2))), max(1, 8 // chunk) if integer else 1

@@ -104,7 +104,7 @@ class Products(Statements):
         self.is_high = self.integer and (self.is_bipolar or (isinstance(weights, Integers) and weights.symmetric))
         self.is_unsigned = self.integer and not self.is_high and self.fmt.bits == 8 and self.has_zeros
         # A lane gives a product four or eight columns.
-        self.per_step = fragments.lane_chunks * self.fmt.chunk_columns // (8 if self.integer else 4)
+        self.per_step = fragments.lane_chunks * fragments.chunk_columns // (8 if self.integer else 4)
         is_code = isinstance(weights, Integers) and not self.integer
         self.is_nibbles = is_code and self.fmt.planes == (4,)  # one mask takes codes out of their words
         self.constants = (4 if self.is_nibbles else 2) if self.has_zeros else 0
@@ -112,8 +112,11 @@ class Products(Statements):
 
     def _quad(self, words: Any, slot: int, quad: int, row: int, high: bool) -> Any:
         """Return four columns' codes of a row, one a byte, at the bottom of the bytes or the top."""
+        return self.stored_quad(words, slot, *divmod(quad, self.fragments.quads), row, high)
+
+    def stored_quad(self, words: Any, slot: int, chunk: int, inner: int, row: int, high: bool) -> Any:
+        """Return four neighbouring codes of a lane's chunk, as they are stored."""
         fmt = self.fmt
-        chunk, inner = divmod(quad, self.fragments.quads)
         result, first = None, 0
         offset = 8 - fmt.bits if high else 0
         for width in fmt.planes:

@@ -34,7 +34,8 @@ def dense_linear_name(rows: int, columns: int, storage: str, has_bias: bool) -> 
 
 def packed_linear_name(shape: str, fmt: Format, has_bias: bool) -> str:
     """Return a packed linear's name, as :func:`dense_linear_name`; ``shape`` is rows (of each weight) x columns."""
-    name = fmt.name.replace(".", "p").replace("@", "_zero")  # linkers take what follows an @ for a version
+    # Linkers take what follows an @ for a version, and a function of CUDA has a name of C.
+    name = fmt.name.replace(".", "p").replace("@", "_zero").replace(":", "of")
     return f"packed_linear_{shape}_{name}{'_bias' if has_bias else ''}"
 
 
