@@ -17,7 +17,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from compressor.codegen.gpu.attention.heads import LOWEST, Heads
-from compressor.codegen.gpu.intrinsics import WARP, barrier, lane_sum, warp_max, warp_sum
+from compressor.codegen.gpu.intrinsics import WARP, barrier, lane_sum, warp_barrier, warp_max, warp_sum
 from compressor.codegen.kernels.vector import ramp
 
 THREADS = 128
@@ -198,6 +198,7 @@ class OneToken(Heads):
                         scores[r, j * WARP + t % WARP] = held[j]
                         stat[2] = stat[2] + held[j]
                     stat[2] = warp_sum(stat[2])
+                    warp_barrier()
                     if t % WARP == 0:
                         found[r, 0] = stat[0]
                         found[r, 2] = T.exp(stat[1] - stat[0])

@@ -10,7 +10,7 @@ from functools import partial
 import tvm
 from tvm.script import tirx as T
 
-from compressor.codegen.gpu.attention.kernels import before, causal, limits_of_tokens, store
+from compressor.codegen.gpu.attention.kernels import all_see, before, causal, limits_of_tokens, store
 from compressor.codegen.gpu.attention.merge import NewToken, merge_parts
 from compressor.codegen.gpu.attention.one_token import OneToken
 from compressor.codegen.gpu.attention.rows import CodedRows, DenseRows, PermutedRows
@@ -133,9 +133,9 @@ def packed_attention(
             merge(query, token, out, v_order, past, None, sinks, splits, sums, stats, batch)
         else:
             store(*stored, place)
-            seen = T.meta_var(partial(causal, place, window, 0))
+            masks = T.meta_var((partial(causal, place, window, 0), partial(all_see, place, window, 0)))
             limits = T.meta_var(partial(limits_of_tokens, place, window, 0))
             rows = T.meta_var([query, coded(k_cache), coded(v_cache)])
-            attend(*rows, out, v_order, limits, None, seen, sinks, False, (batch, tokens))
+            attend(*rows, out, v_order, limits, None, masks, sinks, False, (batch, tokens))
 
     return kernel
