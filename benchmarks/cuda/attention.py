@@ -29,9 +29,9 @@ PROMPTS = (128, 1024, 4096)
 def export(folder: Path, wheel: Path | None) -> None:
     """Compile the kernels, and lay them beside what runs them."""
     import tvm
-    from compressor.codegen.gpu.toolchain import device_code
 
     from compressor.codegen.gpu.attention import kernels, packed
+    from compressor.codegen.gpu.toolchain import device_code
     from compressor.codegen.tir_pipeline import PIPELINE
     from compressor.formats.cache import CacheFormat
 
