@@ -53,17 +53,7 @@ def sort_pairs(experts: int, width: int) -> Any:
     ``chosen`` is int64 [pairs]; values that name no expert are left out.
     """
     assert width <= THREADS
-
-    def run(pairs: Any) -> Any:
-        return (T.Cast("int32", pairs) + (THREADS - 1)) // THREADS
-
-    @T.inline
-    def count(chosen, pairs, e, t, found):
-        found[0] = T.int32(0)
-        for i in range(run(pairs)):
-            if t * run(pairs) + i < T.Cast("int32", pairs):
-                if chosen[t * run(pairs) + i] == T.Cast("int64", e):
-                    found[0] = found[0] + 1
+    count, place = counting(), placing(experts, width)
 
     @T.inline
     def sort(chosen, pairs, into):
@@ -81,39 +71,72 @@ def sort_pairs(experts: int, width: int) -> Any:
         with T.launch_thread("blockIdx.x", experts) as e, T.launch_thread("threadIdx.x", THREADS) as t:
             runs = T.alloc_buffer((THREADS,), "int32", scope="shared")
             found = T.alloc_buffer((1,), "int32", scope="local")
-            slot = T.alloc_buffer((1,), "int32", scope="local")
-            first = T.alloc_buffer((1,), "int32", scope="local")
-            each = T.meta_var(run(pairs))
             count(chosen, pairs, e, t, found)
             runs[t] = found[0]
             barrier()
-            first[0] = T.int32(0)
-            for other in range(e):
-                first[0] = first[0] + (into.counts[other] + (width - 1)) // width
-            slot[0] = first[0] * width
-            for i in range(t):
-                slot[0] = slot[0] + runs[i]
-            for i in range(each):
-                if t * each + i < T.Cast("int32", pairs):
-                    if chosen[t * each + i] == T.Cast("int64", e):
-                        into.order[slot[0]] = t * each + i
-                        into.slot_of[t * each + i] = slot[0]
-                        slot[0] = slot[0] + 1
-                    if e == 0:
-                        if chosen[t * each + i] < 0 or chosen[t * each + i] >= experts:
-                            into.slot_of[t * each + i] = T.int32(-1)
-            end = T.meta_var(first[0] + (into.counts[e] + (width - 1)) // width)
-            if t < width:
-                if into.counts[e] % width > 0 and t >= into.counts[e] % width:
-                    into.order[(end - 1) * width + t] = T.int32(-1)
-            found[0] = first[0] + t
-            while found[0] < end:
-                into.owner[found[0]] = T.Cast("int32", e)
-                found[0] = found[0] + THREADS
-            if e == experts - 1:
-                found[0] = end + t
-                while found[0] < T.Cast("int32", block_count(experts, pairs, width)):
-                    into.owner[found[0]] = T.int32(-1)
-                    found[0] = found[0] + THREADS
+            place(chosen, pairs, e, t, runs, into)
 
     return sort
+
+
+def run_of(pairs: Any) -> Any:
+    """Return how many pairs a thread looks at."""
+    return (T.Cast("int32", pairs) + (THREADS - 1)) // THREADS
+
+
+def counting() -> Any:
+    """Make a macro that leaves in ``found`` how many of thread ``t``'s pairs are those of expert ``e``."""
+
+    @T.inline
+    def count(chosen, pairs, e, t, found):
+        found[0] = T.int32(0)
+        for i in range(run_of(pairs)):
+            if t * run_of(pairs) + i < T.Cast("int32", pairs):
+                if chosen[t * run_of(pairs) + i] == T.Cast("int64", e):
+                    found[0] = found[0] + 1
+
+    return count
+
+
+def placing(experts: int, width: int) -> Any:
+    """Make a macro that gives thread ``t``'s pairs of expert ``e`` their slots, and slots and blocks their owners.
+
+    ``runs`` holds what each thread has counted.
+    """
+
+    @T.inline
+    def place(chosen, pairs, e, t, runs, into):
+        slot = T.alloc_buffer((1,), "int32", scope="local")
+        first = T.alloc_buffer((1,), "int32", scope="local")
+        block = T.alloc_buffer((1,), "int32", scope="local")
+        each = T.meta_var(run_of(pairs))
+        first[0] = T.int32(0)
+        for other in range(e):
+            first[0] = first[0] + (into.counts[other] + (width - 1)) // width
+        slot[0] = first[0] * width
+        for i in range(t):
+            slot[0] = slot[0] + runs[i]
+        for i in range(each):
+            if t * each + i < T.Cast("int32", pairs):
+                if chosen[t * each + i] == T.Cast("int64", e):
+                    into.order[slot[0]] = t * each + i
+                    into.slot_of[t * each + i] = slot[0]
+                    slot[0] = slot[0] + 1
+                if e == 0:
+                    if chosen[t * each + i] < 0 or chosen[t * each + i] >= experts:
+                        into.slot_of[t * each + i] = T.int32(-1)
+        end = T.meta_var(first[0] + (into.counts[e] + (width - 1)) // width)
+        if t < width:
+            if into.counts[e] % width > 0 and t >= into.counts[e] % width:
+                into.order[(end - 1) * width + t] = T.int32(-1)
+        block[0] = first[0] + t
+        while block[0] < end:
+            into.owner[block[0]] = T.Cast("int32", e)
+            block[0] = block[0] + THREADS
+        if e == experts - 1:
+            block[0] = end + t
+            while block[0] < T.Cast("int32", block_count(experts, pairs, width)):
+                into.owner[block[0]] = T.int32(-1)
+                block[0] = block[0] + THREADS
+
+    return place
