@@ -60,7 +60,7 @@ def cached_attention(
         biases = T.meta_var(DistanceBiases(slopes, table, heads, distances) if has_slopes or distances > 0 else None)
 
         if tokens == 1:
-            splits = T.meta_var(one.splits(capacity))
+            splits = T.meta_var(one.splits(capacity, batch))
             sums = T.alloc_buffer((batch * heads * splits, head_dim), "float32")
             stats = T.alloc_buffer((batch * heads * splits, 2), "float32")
             past = T.meta_var(partial(before, position, window, chunk))
@@ -156,7 +156,7 @@ def cross_attention(heads: int, kv_heads: int, head_dim: int, scale: float, soft
         out = T.meta_var(parameter((batch, tokens, heads, head_dim), "float32"))
 
         if tokens == 1:
-            splits = T.meta_var(one.splits(length))
+            splits = T.meta_var(one.splits(length, batch))
             sums = T.alloc_buffer((batch * heads * splits, head_dim), "float32")
             stats = T.alloc_buffer((batch * heads * splits, 2), "float32")
             every = T.meta_var(lambda: (T.int64(0), length))

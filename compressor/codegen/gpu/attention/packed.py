@@ -14,6 +14,7 @@ from compressor.codegen.gpu.attention.kernels import all_see, before, causal, li
 from compressor.codegen.gpu.attention.merge import NewToken, merge_parts
 from compressor.codegen.gpu.attention.one_token import OneToken
 from compressor.codegen.gpu.attention.rows import CodedRows, DenseRows, PermutedRows
+from compressor.codegen.gpu.attention.split import RUN
 from compressor.codegen.gpu.attention.tiles import Tiles
 from compressor.codegen.gpu.intrinsics import WARP, atomic_max, barrier
 from compressor.codegen.kernels.attention.cached import Place
@@ -101,7 +102,7 @@ def packed_attention(
     size, repeat = fmt.row_bytes(width), heads // kv_heads
     coded = partial(CodedRows, width=width, fmt=fmt)
     one = OneToken(heads, kv_heads, width, scale, softcap, coded(None).unit)
-    many = Tiles(heads, kv_heads, width, scale, softcap, coded(None).unit)
+    many = Tiles(heads, kv_heads, width, scale, softcap, min(coded(None).unit, RUN))
     part, merge, attend = one.partial(), merge_parts(one), many.attend()
 
     @T.prim_func(s_tir=True, private=True)
@@ -124,7 +125,7 @@ def packed_attention(
         stored = T.meta_var([(k, k_cache), (v, v_cache)])
 
         if tokens == 1:
-            splits = T.meta_var(one.splits(capacity))
+            splits = T.meta_var(one.splits(capacity, batch))
             sums = T.alloc_buffer((batch * heads * splits, width), "float32")
             stats = T.alloc_buffer((batch * heads * splits, 2), "float32")
             past = T.meta_var(partial(before, position, window, 0))

@@ -28,8 +28,8 @@ _HIGH = 0xFFFF0000
 
 _NORMALIZE = """
 // Multiplies a row, of which each of some lanes holds a part, by the power of two that brings its largest number to
-// 2^14 or more, below 2^15; returns 2^14 divided by that.  Of a row with infinities only these stay, as 1 and -1, and of one with
-// NaN nothing: infinity, or NaN, is returned, so that scores become what they are of such a row.
+// 2^14 or more, below 2^15; returns 2^14 divided by that.  Of a row with infinities only these stay, as 1
+// and -1, and of one with NaN nothing: infinity, or NaN, is returned, so that scores become what they are of such rows.
 template <int Count>
 __device__ inline float compressor_normalize(float* held, int lanes) {
   int top = 0;  // as whole numbers infinity is above all numbers, and NaN above that

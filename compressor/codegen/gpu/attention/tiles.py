@@ -145,7 +145,7 @@ class Tiles(Heads):
                     barrier()
                     for _n in range((bounds[1] - bounds[0] + (self.keys - 1)) // self.keys):
                         if is_mine:
-                            self.score(query, held, dot, t)
+                            self.multiply(query, held, dot, t)
                             self.to_scores(dot, scales, key_scales, t)
                             self.mask(dot, bounds, added, masks, own, first, place, b, t)
                             self.soften(dot, acc, stats)
@@ -207,7 +207,7 @@ class Tiles(Heads):
         """Return which of its warp's rows a lane's first or second one is."""
         return t % WARP // 4 + 8 * r
 
-    def score(self, query: Any, held: Any, dot: Any, t: Any) -> None:
+    def multiply(self, query: Any, held: Any, dot: Any, t: Any) -> None:
         """Emit the products of a warp's queries and a tile of keys."""
         left = T.alloc_buffer((8,), "uint32", scope="local")
         right = T.alloc_buffer((self.keys // 2,), "uint32", scope="local")
