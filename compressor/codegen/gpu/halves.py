@@ -126,6 +126,6 @@ def first_bits(value: Any) -> Any:
     return T.bitwise_and(T.reinterpret(value, dtype="uint32"), T.uint32(0xFFFFE000))
 
 
-def pick_bytes(a: Any, b: Any, selector: int) -> Any:
+def pick_bytes(a: Any, b: Any, selector: Any) -> Any:
     """Pick four of the eight bytes of two uint32, as ``__byte_perm`` does."""
-    return call("compressor_pick_bytes", a, b, T.uint32(selector), source=_BYTES, kind="uint32")
+    return call("compressor_pick_bytes", a, b, T.Cast("uint32", selector), source=_BYTES, kind="uint32")

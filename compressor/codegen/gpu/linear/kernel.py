@@ -85,7 +85,7 @@ def some_tokens_space() -> list[Streaming]:
     """Return what more tokens, up to 16, may take."""
     shapes = (
         (8, 264, 4), (8, 264, 4, 2), (8, 264, 4, 4), (16, 132, 4, 2), (8, 264, 8, 2), (4, 528, 4, 2), (8, 132, 4, 4),
-        (16, 132, 4, 4),
+        (8, 264, 2, 4),
     )  # fmt: skip
     return [Streaming(*shape) for shape in shapes]
 

@@ -27,8 +27,8 @@ def supports(fmt: Format) -> str:
     """Say what tensor cores cannot read of a format; an empty text if they read all."""
     if fmt.extras:
         return f"packed linears on a GPU do not read what {', '.join(e.suffix for e in fmt.extras)} stores"
-    if fmt.codebook or (fmt.element is not None and not fmt.element.is_float):
-        return f"packed linears on a GPU have no tables of values, as {fmt.name} has"
+    if fmt.codebook:
+        return f"packed linears on a GPU have no tables of values for each row, as {fmt.name} has"
     if fmt.integer_products and fmt.bits == 8 and isinstance(fmt.weights, BitPlanes):
         return f"packed linears on a GPU multiply planes of at most 7 bits by integers; {fmt.name} has 8"
     return ""
@@ -109,6 +109,8 @@ class Products(Statements):
         self.is_nibbles = is_code and self.fmt.planes == (4,)  # one mask takes codes out of their words
         self.constants = (4 if self.is_nibbles else 2) if self.has_zeros else 0
         self.sums = 8 if self.is_unsigned else 4
+        element = self.fmt.element
+        self.operand = 8 if element is not None and not element.is_float else 4  # values of a table are two float16
 
     def _quad(self, words: Any, slot: int, quad: int, row: int, high: bool) -> Any:
         """Return four columns' codes of a row, one a byte, at the bottom of the bytes or the top."""
@@ -152,7 +154,8 @@ class Products(Statements):
                     quad = self._quad(words, slot, 2 * product + part, row, self.is_high)
                     T.buffer_store(to, self._to_bytes(quad, constants, first + row), [at + 2 * part + row])
             return
-        is_float = self.fmt.element is not None
+        element = self.fmt.element
+        is_float = element is not None and element.is_float
         for row in range(2):
             if self.is_nibbles:
                 word = words[slot + 2 * (product // 2) + row]
@@ -161,6 +164,10 @@ class Products(Statements):
                     T.buffer_store(to, halves, [at + 2 * part + row])
                 continue
             quad = held(self._quad(words, slot, product, row, is_float))
+            if element is not None and not is_float:
+                for i, halves in enumerate(self._look_up(quad)):
+                    T.buffer_store(to, halves, [at + 4 * (i // 2) + 2 * (i % 2) + row])
+                continue
             for part in range(2):
                 halves = self._to_float(quad, part) if is_float else self._to_halves(quad, part, constants, first + row)
                 T.buffer_store(to, halves, [at + 2 * part + row])
@@ -214,15 +221,41 @@ class Products(Statements):
         size = T.shift_right(T.bitwise_and(value, T.uint32(0x7F007F00)), T.uint32(down))
         return T.bitwise_or(size, T.bitwise_and(value, T.uint32(0x80008000)))
 
+    def _look_up(self, quad: Any) -> list[Any]:
+        """Return the values of four codes of four bits: columns 0 and 2, 1 and 3, as float16, and what they leave.
+
+        Two bytes of a value come from tables of 16 bytes in registers, of which a byte's lower three bits choose one of
+        eight, and the fourth bit one of two.
+        """
+        element = self.fmt.element
+        assert element is not None
+        values = np.array(element.values, np.float32)
+        first = values.astype(np.float16)
+        pairs = T.bitwise_or(quad, T.shift_right(quad, T.uint32(4)))
+        chosen = held(T.bitwise_and(pick_bytes(pairs, T.uint32(0), 0x4420), T.uint32(0x7777)))
+        above = held(T.bitwise_and(T.shift_right(quad, T.uint32(3)), T.uint32(0x01010101)) * T.uint32(255))
+        found = []
+        for numbers in (first, (values - first).astype(np.float16)):
+            table = numbers.view(np.uint8).reshape(16, 2)
+            both = []
+            for byte in range(2):
+                words = [T.uint32(int(word)) for word in np.ascontiguousarray(table[:, byte]).view(np.uint32)]
+                low, high = pick_bytes(words[0], words[1], chosen), pick_bytes(words[2], words[3], chosen)
+                kept = T.bitwise_and(low, T.bitwise_not(above))
+                both.append(held(T.bitwise_or(kept, T.bitwise_and(high, above))))
+            found += [pick_bytes(both[0], both[1], 0x6240), pick_bytes(both[0], both[1], 0x7351)]
+        return found
+
     def multiply(self, sums: Any, at: int, a: Any, first: int, b: Any, operand: int, constants: Any, row: int) -> None:
         """Add one product to four sums from ``sums[at]`` on; where codes are unsigned, that of their zero points to the
         next four.
         """
         right = [b[operand + i] for i in range(2)]
-        left = [a[first + i] for i in range(4)]
         if not self.integer:
-            product_halves(T.address_of(sums[at]), left, right)
+            for i in range(0, self.operand, 4):
+                product_halves(T.address_of(sums[at]), [a[first + i + j] for j in range(4)], right)
             return
+        left = [a[first + i] for i in range(4)]
         product_bytes(T.address_of(sums[at]), left, right, is_unsigned=self.is_unsigned)
         if self.is_unsigned:
             zeros = [constants[row], constants[row + 1]] * 2

@@ -31,10 +31,10 @@ from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
 
 FORMATS = [
-    "W4A16_G128", "W8A8", "W8A16", "W2A16_ASYM_G32", "W3A16_G64", "W5A16_ASYM_G128", "W7A16_C", "W4A16_ASYM_G32",
-    "W8A8_ASYM", "W8A8_STATIC", "W4A8_ASYM_G64", "W6A8_G32", "W4A4_G128_AG128", "W8A8_G32_AG64", "W4A8_G192_AG192",
-    "W8A8_B128", "W4A16_B32", "BIP3A16", "BIP1A1_G128", "BAL2A8", "FP8_E5M2_AFP8_E5M2", "FP6_E3M2_G64", "MXFP4_AMXFP4",
-    "MXFP6_E2M3", "NVFP4_ANVFP4", "FP8_E4M3_AFP8_E4M3_STATIC",
+    "W4A16_G128", "W8A8", "W2A16_ASYM_G32", "W3A16_G64", "W5A16_ASYM_G128", "W4A16_ASYM_G32", "W8A8_ASYM",
+    "W8A8_STATIC", "W6A8_ASYM_G64", "W4A4_G128_AG128", "W4A8_G192_AG192", "W8A8_B128", "BIP3A8_G128",
+    "FP8_E5M2_AFP8_E5M2", "MXFP4_AMXFP4", "MXFP6_E2M3", "NVFP4_ANVFP4", "FP8_E4M3_AFP8_E4M3_STATIC",
+    "NF4_G64",
 ]  # fmt: skip
 KINDS = ("silu", "gelu_tanh", "relu", "rms_norm", "layer_norm")
 
@@ -133,18 +133,18 @@ def test_schedules_of_the_spaces() -> None:
         kernels.many_tokens_space(), kernels.most_tokens_space(),
     )  # fmt: skip
     fmt, rng = Format.parse("W4A16_G128"), torch.Generator().manual_seed(7)
-    packed = random_packed(fmt, 300, 512, rng)
+    packed = random_packed(fmt, 80, 512, rng)
     for schedule in (Schedule(), Schedule(*(space[1] for space in spaces))):
-        kernel = lockstep.build(fused_linear([300], 512, fmt, False, schedule))
-        for tokens in (1, 4, 9, 20, 200):
+        kernel = lockstep.build(fused_linear([80], 512, fmt, False, schedule))
+        for tokens in (1, 9, 20, 200):
             x = torch.randn(1, tokens, 512, generator=rng)
-            got = lockstep.run(kernel, x, *packed.parts.values(), out=(1, tokens, 300))
+            got = lockstep.run(kernel, x, *packed.parts.values(), out=(1, tokens, 80))
             assert relative_error(got, outputs(x, packed), typical_output(x, packed)) < SPLIT
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("__syncthreads();", ";"), ("compressor_product_halves((&(sums", "compressor_product_halves((&(out")],
+    [("__syncthreads();", ";"), ("memcpy(a, all + 64 * (4 * g + from)", "memcpy(a, all + 64 * (4 * t + from)")],
 )
 def test_changes_are_seen(old: str, new: str) -> None:
     """Without a barrier, or with sums elsewhere, numbers are wrong."""
@@ -162,5 +162,5 @@ def test_changes_are_seen(old: str, new: str) -> None:
 
 def test_refuses() -> None:
     """Formats without kernels are refused with the reason."""
-    for name, reason in [("LUT3", "tables"), ("W8A8_B16x1@80", "_B16x1@80"), ("NF4_G64", "tables")]:
+    for name, reason in [("LUT3", "tables"), ("W8A8_B16x1@80", "_B16x1@80")]:
         assert reason in supports(Format.parse(name))
