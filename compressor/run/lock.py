@@ -54,7 +54,7 @@ class _Lock(BaseModel):
     model: dict[str, str | dict[str, str]]
     calibration: dict[str, str | int] | None
     evaluation: dict[str, str | int] | None
-    schedules: dict[str, dict[str, int | dict[str, int] | None]]
+    schedules: dict[str, dict[str, int | str | dict[str, int] | None]]
 
 
 class Lock:
