@@ -220,7 +220,7 @@ def test_a_damaged_lock_is_refused(content: bytes, tmp_path: Path) -> None:
         ("recipe", [], "recipe"),
         ("recipe", {"seed": float("nan")}, "NaN"),
         ("recipe", {"a": json.loads("[" * 40 + "]" * 40)}, "nested"),
-        ("schedules", {"k": {"tiles": "4"}}, "schedules.k.tiles"),
+        ("schedules", {"k": {"tiles": [4]}}, "schedules.k.tiles"),
         ("schedules", None, "schedules"),
         ("model", {"files": {"w": 3}}, "model.files"),
         ("surprise", 1, "surprise"),
