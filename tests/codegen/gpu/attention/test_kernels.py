@@ -56,6 +56,25 @@ def test_cached_attention(heads: int, kv_heads: int, width: int, window: int, so
     check_cached(kernel, heads, kv_heads, width, window, softcap, has_sinks, LENGTHS)
 
 
+def test_the_last_row_of_a_cache_with_as_many_parts_as_there_are() -> None:
+    kernel = build(kernels.cached_attention(8, 4, 8, 8**-0.5, 0, 0.0, False))
+    check_cached(kernel, 8, 4, 8, 0, 0.0, False, [(16383, 1, 16384)])
+
+
+@pytest.mark.parametrize("exponent", [-90, 20, 90])
+def test_numbers_that_no_float16_holds(exponent: int) -> None:
+    """Queries, keys and values of very different sizes, within a row as well."""
+    kernel, rng = build(kernels.cached_attention(4, 2, 36, 0.2, 0, 0.0, False)), torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, n, 40, 36, generator=rng) for n in (4, 2, 2))
+    q, k, v = torch.ldexp(q, torch.tensor(exponent)), torch.ldexp(k, torch.tensor(-exponent)), v * 1e30
+    for x in (q, k, v):
+        x[..., ::3] *= 1e-4
+    caches, position = [torch.zeros(1, 2, 50, 36) for _ in range(2)], torch.arange(40)
+    got = run(kernel, q, k, v, *caches, position, out=(1, 40, 4, 36))
+    expected = OPS.cached_attention(q, k, v, *caches, position, 0.2, 0, 0.0, None)
+    assert relative_error(got, expected) < SPLIT
+
+
 def test_special_floats_in_a_cache() -> None:
     kernel, rng = build(kernels.cached_attention(4, 2, 12, 0.3, 0, 0.0, False)), torch.Generator().manual_seed(1)
     for new in (1, 9):
