@@ -18,12 +18,13 @@ from compressor.codegen.gpu.linear.kernel import (
     SOME,
     Schedule,
     few_tokens_space,
+    fitting,
     many_tokens_space,
     most_tokens_space,
     one_token_space,
+    shared_bytes,
     some_tokens_space,
 )
-from compressor.codegen.gpu.linear.many_tokens import ManyTokens
 from compressor.codegen.gpu.linear.operands import Operands
 from compressor.codegen.gpu.linear.packed import packed_parts
 from compressor.codegen.gpu.linear.products import Statements
@@ -33,7 +34,6 @@ from compressor.formats.format import Format
 
 MANY_TOKENS, MOST_TOKENS = 128, 1024
 """What candidates for many tokens, and for more, are timed on."""
-_SHARED_BYTES = 96 << 10  # of a block: two of them on an A100's multiprocessor would be too many, one is not
 _STAGES = ((3, 1), (3, 2))  # stages, steps of each
 _LARGEST = 16  # tiles by blocks of eight tokens of a warp: 128 registers of sums
 _PROCESSORS, _BYTES_PER_S, _LATENCY_S, _LAUNCH_S = 132, 3.35e12, 7e-7, 2e-6
@@ -108,9 +108,8 @@ def _tilings(products: Statements, operands: Operands, known: list[Tiling]) -> l
     default = known[0]
     found: dict[tuple[object, ...], Tiling] = {}
     for tiling in [*known, *(Tiling(*shape, stages, steps) for shape in shapes for stages, steps in _STAGES)]:
-        kernel = ManyTokens(products, operands, tiling)
-        fits = 4 * max(tiling.stages * kernel.stage_words, kernel.parts_words) <= _SHARED_BYTES
-        if tiling == default or (fits and tiling.row_tiles * tiling.token_blocks <= _LARGEST):
+        kernel = fitting(products, operands, tiling)
+        if tiling == default or (kernel.tiling == tiling and tiling.row_tiles * tiling.token_blocks <= _LARGEST):
             found.setdefault((replace(tiling, steps=kernel.stage), kernel.steps), tiling)
     return list(found.values())
 
@@ -131,8 +130,8 @@ def _streaming_s(kernel: FewTokens, size_bytes: int) -> float:
 def _tiling_s(products: Statements, operands: Operands, tiling: Tiling, tokens: int) -> float:
     """Foresee the seconds of many tokens: the products, and the codes that each warp decodes, of blocks in waves."""
     fragments = products.fragments
-    kernel = ManyTokens(products, operands, tiling)
-    shared = 4 * max(tiling.stages * kernel.stage_words, kernel.parts_words)
+    kernel = fitting(products, operands, tiling)
+    tiling, shared = kernel.tiling, shared_bytes(kernel)
     registers = 64 + 8 * tiling.row_tiles * tiling.token_blocks
     resident = max(1, min(_REGISTERS // (WARP * registers) // tiling.warps, (227 << 10) // shared))
     blocks = -(-tokens // tiling.tokens) * operands.tasks(tiling.tiles)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tvm
@@ -22,6 +22,8 @@ SOME, MANY = 16, 192
 """Tokens up to which the weight streams, and up to which one block of tokens is small beside the weight."""
 PREPARING = 512
 """Threads that prepare a token."""
+SHARED_BYTES = 163 << 10
+"""Shared memory of a block on sm_80; later data centre GPUs have 227 KiB."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def linear_kernel(
     shares = schedule.of_shape(sum(operands.tiles), fragments)
     counts = (1, 8 // fragments.halves, SOME)
     one, few, some = (FewTokens(products, operands, *pair) for pair in zip(shares[:3], counts, strict=True))
-    many, most = (ManyTokens(products, operands, tiling) for tiling in shares[3:])
+    many, most = (fitting(products, operands, tiling) for tiling in shares[3:])
     run_one, run_few, run_some = one.macro(prologue), few.macro(None), some.macro(None)
     run_many, run_most = many.macro(), most.macro()
     prepare_few, prepare_some, prepare_many, prepare_most = (
@@ -157,6 +159,28 @@ def linear_kernel(
             run_most(words, factor, tokens)
 
     return kernel
+
+
+def fitting(products: Statements, operands: Operands, tiling: Tiling) -> ManyTokens:
+    """Return the kernel for many tokens with as many stages, then column warps, then blocks of tokens, of those asked
+    for as shared memory has room for.
+    """
+    kernel = ManyTokens(products, operands, tiling)
+    while shared_bytes(kernel) > SHARED_BYTES:
+        if tiling.stages > 2:
+            tiling = replace(tiling, stages=tiling.stages - 1)
+        elif tiling.column_warps > 1:
+            tiling = replace(tiling, column_warps=tiling.column_warps // 2)
+        else:
+            assert tiling.token_blocks > 1
+            tiling = replace(tiling, token_blocks=tiling.token_blocks // 2)
+        kernel = ManyTokens(products, operands, tiling)
+    return kernel
+
+
+def shared_bytes(kernel: ManyTokens) -> int:
+    """Return the bytes of shared memory of a block."""
+    return 4 * max(kernel.tiling.stages * kernel.stage_words, kernel.parts_words)
 
 
 def preparing(fragments: Fragments, prologue: Prologue | None, steps: int, index: Any, operands: Operands) -> Any:

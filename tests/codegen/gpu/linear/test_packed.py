@@ -25,9 +25,10 @@ from torch.nn.functional import gelu, layer_norm, relu, silu
 
 from compressor.codegen.gpu.linear import kernel as kernels
 from compressor.codegen.gpu.linear.kernel import Schedule
-from compressor.codegen.gpu.linear.packed import fused_linear, supports
+from compressor.codegen.gpu.linear.packed import fused_linear, packed_parts, supports
 from compressor.codegen.gpu.linear.shares import Streaming, Tiling
 from compressor.codegen.kernels.linear.prologue import Prologue
+from compressor.formats.format import FORMATS as FORMATS_OF_ALL
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
 
@@ -166,3 +167,13 @@ def test_refuses() -> None:
     """Formats without kernels are refused with the reason."""
     for name, reason in [("LUT3", "tables"), ("W8A8_B16x1@80", "_B16x1@80")]:
         assert reason in supports(Format.parse(name))
+
+
+@pytest.mark.parametrize("rows", [4096, 28672])
+def test_every_block_fits_into_shared_memory(rows: int) -> None:
+    """A format whose steps are wide fills more of it with each stage; three bits took 256 KiB of Hopper's 227."""
+    for name, fmt in FORMATS_OF_ALL.items():
+        if not supports(fmt):
+            products, operands = packed_parts([rows], 4096, fmt, False, False)
+            for tiling in Schedule().of_shape(rows // 16, products.fragments)[3:]:
+                assert kernels.shared_bytes(kernels.fitting(products, operands, tiling)) <= 163 << 10, name
