@@ -11,47 +11,49 @@
 
 namespace {
 
-constexpr unsigned char LANES = 1, WARPS = 2;  // others of its warp, or of others, have read it as well
-
-struct Access {
-  std::uint32_t block, warp;  // how many barriers had been
-  std::uint16_t thread;
-};
+// An access in 64 bits: barriers of the block (32), of the warp (20), others that have read it too (2), thread (10).
+using Access = std::uint64_t;
+constexpr Access LANES = 1 << 10, WARPS = 2 << 10;  // others of the thread's warp, or of others
 
 struct Byte {
   Access write, read;
-  unsigned char others;
 };
 
 constexpr std::size_t STATIC = 48 << 10;
 Byte dynamic_bytes[LOCKSTEP_DYNAMIC], static_bytes[STATIC];
 std::uintptr_t dynamic_first, static_first, static_size;
 
-bool is_apart(const Access& a, const Access& b) {
-  return a.block != b.block || a.thread == b.thread || (a.thread / 32 == b.thread / 32 && a.warp != b.warp);
-}
+unsigned thread(Access a) { return a & 1023; }
+bool same_block_turn(Access a, Access b) { return a >> 32 == b >> 32; }
+bool same_warp(Access a, Access b) { return thread(a) / 32 == thread(b) / 32; }
+bool same_warp_turn(Access a, Access b) { return same_warp(a, b) && a >> 12 == b >> 12; }
 
-[[noreturn]] void fail(const Access& before, bool was_write, bool is_write, std::size_t place) {
+// Of two accesses between the same barriers of the block.
+bool is_race(Access a, Access b) { return thread(a) != thread(b) && (!same_warp(a, b) || same_warp_turn(a, b)); }
+
+[[noreturn]] void fail(Access before, bool was_write, bool is_write, std::size_t place) {
   char text[160];
-  std::snprintf(text, sizeof text, "a race in shared memory at byte %zu: thread %u %s it, and another one %s it with no barrier in between",
-                place, before.thread, was_write ? "writes" : "reads", is_write ? "writes" : "reads");
+  std::snprintf(text, sizeof text,
+                "a race in shared memory at byte %zu: thread %u %s it, and another one %s it with no barrier in between",
+                place, thread(before), was_write ? "writes" : "reads", is_write ? "writes" : "reads");
   lockstep_fail(text);
 }
 
-void visit(Byte& byte, const Access& now, bool is_write, std::size_t place) {
-  if (!is_apart(byte.write, now)) fail(byte.write, true, is_write, place);
-  const bool is_read_now = byte.read.block == now.block;
-  if (is_write) {
-    const bool same_turn = byte.read.thread / 32 == now.thread / 32 && byte.read.warp == now.warp;
-    if (is_read_now && ((byte.others & WARPS) || !is_apart(byte.read, now) || (same_turn && (byte.others & LANES))))
-      fail(byte.read, false, true, place);
+void visit(Byte& byte, Access now, bool is_write, std::size_t place) {
+  if (same_block_turn(byte.write, now) && is_race(byte.write, now)) fail(byte.write, true, is_write, place);
+  const Access read = byte.read;
+  if (!same_block_turn(read, now)) {
+    (is_write ? byte.write : byte.read) = now;
+  } else if (is_write) {
+    if ((read & WARPS) || is_race(read, now) || ((read & LANES) && same_warp_turn(read, now)))
+      fail(read, false, true, place);
     byte.write = now;
-    return;
+  } else {
+    Access others = read & WARPS;
+    if (!same_warp(read, now)) others |= WARPS;
+    if (same_warp_turn(read, now) && (thread(read) != thread(now) || (read & LANES))) others |= LANES;
+    byte.read = now | others;
   }
-  unsigned char others = is_read_now ? byte.others & WARPS : 0;
-  if (is_read_now && byte.read.thread / 32 != now.thread / 32) others |= WARPS;
-  if (is_read_now && byte.read.warp == now.warp && (byte.read.thread != now.thread || (byte.others & LANES))) others |= LANES;
-  byte.read = now, byte.others = others;
 }
 
 void access(const void* address, std::size_t count, bool is_write) {
@@ -60,7 +62,8 @@ void access(const void* address, std::size_t count, bool is_write) {
   if (!is_dynamic && at - static_first >= static_size) return;
   const std::size_t place = at - (is_dynamic ? dynamic_first : static_first);
   Byte* bytes = (is_dynamic ? dynamic_bytes : static_bytes) + place;
-  const Access now{lockstep_block_turn, lockstep_warp_turns[lockstep_current / 32], std::uint16_t(lockstep_current)};
+  const Access warp_turn = lockstep_warp_turns[lockstep_current / 32] & 0xFFFFF;
+  const Access now = Access(lockstep_block_turn) << 32 | warp_turn << 12 | lockstep_current;
   for (std::size_t i = 0; i < count; ++i) visit(bytes[i], now, is_write, place + i);
 }
 

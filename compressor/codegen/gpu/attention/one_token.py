@@ -26,7 +26,9 @@ _CHANNELS = 4096  # at most, of these heads: what shared memory has room for
 _TILE = 64  # keys, at least
 _PART = 16  # keys: parts of the context are multiples of it
 _ROWS_EACH = 4  # of values, that a thread waits for
-_BLOCKS = 1024  # for a long context: eight on each of so many multiprocessors as large GPUs have
+# Blocks for a long context: what some 130 multiprocessors have registers for, six blocks each of floats, and twice four
+# of codes; a rest would run alone.
+_BLOCKS, _BLOCKS_OF_CODES = 768, 1024
 _KEYS_A_BLOCK = 64  # of the capacity, at least
 
 
@@ -78,7 +80,8 @@ class OneToken(Heads):
     @cached_property
     def most_splits(self) -> int:
         """Return how many parts the keys of a text that is alone have at most."""
-        return max(1, _BLOCKS // (self.heads // self.group))
+        blocks = _BLOCKS_OF_CODES if self.unit > 4 else _BLOCKS
+        return max(1, blocks // (self.heads // self.group))
 
     def splits(self, capacity: Any, batch: Any) -> Any:
         """Return how many parts the keys have at most."""

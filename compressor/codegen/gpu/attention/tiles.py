@@ -109,7 +109,7 @@ class Tiles(Heads):
         @T.inline
         def attend(q, keys, values, out, order, limits, added, masks, sinks, blind, sizes):
             count = T.meta_var(self.blocks(sizes[1]))
-            with T.launch_thread("blockIdx.x", count) as x, T.launch_thread("blockIdx.y", self.kv_heads) as kv:
+            with T.launch_thread("blockIdx.y", count) as y, T.launch_thread("blockIdx.x", self.kv_heads) as kv:
                 with T.launch_thread("blockIdx.z", sizes[0]) as b, T.launch_thread("threadIdx.x", THREADS) as t:
                     memory = T.meta_var(self.memory())
                     query, held, other = T.meta_var((memory[0], memory[1], memory[2]))
@@ -119,7 +119,7 @@ class Tiles(Heads):
                     acc = T.alloc_buffer((4 * self.span,), "float32", scope="local")
                     stats = T.alloc_buffer((4,), "float32", scope="local")  # maxima and sums of rows g and g + 8
                     bounds = T.alloc_buffer((5,), "int64", scope="local")  # begin, end, the tile's first; the warp's
-                    block = T.meta_var(count - 1 - x)  # those that see most keys begin first
+                    block = T.meta_var(count - 1 - y)  # those that see most keys begin first, of all heads
                     total = T.meta_var(sizes[1] * self.repeat)
                     first = T.meta_var(block * rows + t // (WARP * self.sharers) * ROWS)
                     span = T.meta_var(limits(*self.tokens(block * rows, rows, sizes[1])))
@@ -268,11 +268,11 @@ class Tiles(Heads):
             for i in own:
                 T.buffer_store(top, T.max(top[0], dot[i]), [0])
             T.buffer_store(top, lane_max(top[0], 4), [0])
-            T.buffer_store(top, T.exp(stats[r] - top[0]), [1])
+            T.buffer_store(top, power(stats[r] - top[0]), [1])
             T.buffer_store(stats, top[0], [r])
             T.buffer_store(stats, stats[2 + r] * top[1], [2 + r])
             for i in own:
-                T.buffer_store(dot, T.exp(dot[i] - top[0]), [i])
+                T.buffer_store(dot, power(dot[i] - top[0]), [i])
                 T.buffer_store(stats, stats[2 + r] + dot[i], [2 + r])
             for i in range(self.span):
                 for e in range(2):
@@ -318,3 +318,8 @@ class Tiles(Heads):
                         value = acc[ramp(4 * i + 2 * r + e, vec)] * widen(stats[r], vec)
                         at = ramp(channel, vec) if order is None else order[kv, channel]
                         T.buffer_store(out, value, [b, token, head, at])
+
+
+def power(score: Any) -> Any:
+    """Return e to the power of a score, through that of 2, which GPUs have an instruction for."""
+    return T.exp2(score * T.float32(math.log2(math.e)))
