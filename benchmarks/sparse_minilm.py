@@ -19,6 +19,7 @@ import json
 import statistics
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,11 @@ def measure(model: Path, weights: Path, files: list[Path], threads: int, turns: 
     from bundles import write_bundle
     from minilm import embedded, load_bert, load_texts
 
+    from compressor.data.text import load_samples
     from compressor.evaluate.models import BundleProcess
     from compressor.recipe.recipe import Recipe
 
-    texts, _ = load_texts(model, files)
+    texts, others = load_texts(model, files)
     bert = load_bert(model)
 
     @torch.no_grad()
@@ -111,7 +113,7 @@ def measure(model: Path, weights: Path, files: list[Path], threads: int, turns: 
 
     expected, _ = embedded(oracle, texts)
     dense = capture(model)
-    trained = clone_graph(dense)
+    trained = capture(model)
     content = np.load(weights)
     with torch.no_grad():
         for name, parameter in trained.named_parameters():
@@ -119,12 +121,16 @@ def measure(model: Path, weights: Path, files: list[Path], threads: int, turns: 
                 parameter.copy_(torch.from_numpy(content[name].astype(np.float32)))
     sparse = [{"magnitude": {"scheme": SCHEME, "targets": "Linear"}}]
     rows = {"dense W8A8": (dense, [{"rtn": {"scheme": "W8A8"}}]), SCHEME: (trained, sparse)}
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         bundles, cosines = [], {}
+        (Path(scratch) / "others.txt").write_text("\n".join(others), encoding="utf-8")
+        text = {"text": str(Path(scratch) / "others.txt"), "samples": 32, "sequence_length": 128}
         for i, (name, (graph, passes)) in enumerate(rows.items()):
-            recipe = Recipe.from_dict({"passes": passes, "tune": "quick"})
-            write_bundle(graph, recipe, None, Path(scratch) / str(i), threads, "quick")
-            bundles.append(BundleProcess(Path(scratch) / str(i), threads))
+            recipe = Recipe.from_dict({"calibration": text, "passes": passes, "tune": "quick"})
+            assert recipe.calibration is not None
+            samples = load_samples(recipe.calibration, model, dense.meta["model"].vocab_size)
+            write_bundle(graph, recipe, samples, Path(scratch) / str(i), threads, "quick")
+            bundles.append(stack.enter_context(BundleProcess(Path(scratch) / str(i), threads)))
             found, _ = embedded(bundles[-1].hidden, texts)
             cosines[name] = torch.cosine_similarity(found, expected)
         ids, mask = np.arange(1000, 1128)[None], np.ones((1, 128), np.float32)
@@ -136,8 +142,6 @@ def measure(model: Path, weights: Path, files: list[Path], threads: int, turns: 
                 process.hidden(ids, mask)
                 turn.append(1e3 * (time.perf_counter() - begin))
             times.append(turn)
-        for process in bundles:
-            process.close()
     print("| bundle | mean cosine | least | ms of 128 tokens | of dense, in speed |\n|---|---|---|---|---|")
     for i, (name, found) in enumerate(cosines.items()):
         ms, ratio = statistics.median(t[i] for t in times[3:]), statistics.median(t[0] / t[i] for t in times[3:])

@@ -2,6 +2,7 @@
 
     python benchmarks/cuda/attention.py --export DIR [--wheel WHEEL]    where TVM and nvcc are
     python benchmarks/cuda/attention.py --measure DIR                   where the GPU is; no TVM is installed
+    compute-sanitizer --tool racecheck python benchmarks/cuda/attention.py --check DIR      short contexts, not timed
 
 As benchmarks/cuda/linears.py, whose folder, wheel and way of timing it shares.  The position is in device memory: one
 kernel serves every length of a context up to its capacity.
@@ -141,7 +142,7 @@ def measure(folder: Path) -> None:
             wanted = [(past, 1) for b, past in ONE_TOKEN if b == batch]
             wanted += [(0, new) for new in PROMPTS if batch == 1]
             for past, new in wanted:
-                error = case.error(kernel, past, new) if past + new <= 4096 else float("nan")
+                error = case.error(kernel, past, new)
                 operands = case.operands(past, new)
                 us = timed(lambda i, k=kernel, o=operands: k(*o[i % COPIES]), use_stream)
                 others = ""
@@ -156,15 +157,27 @@ def measure(folder: Path) -> None:
                 )
 
 
+def check(folder: Path) -> None:
+    """Run all kernels on short contexts, and print their errors."""
+    ffi = load_runtime(folder)
+    for one in json.loads((folder / "cases.json").read_text()):
+        kernel, case = ffi.load_module(str(folder / one["file"]))["kernel"], Case(one["shape"], one["cache"], 8)
+        errors = [f"{case.error(kernel, past, new):.1e}" for past, new in ((511, 1), (0, 40), (100, 90))]
+        print(one["shape"], one["cache"], *errors, flush=True)
+
+
 def main() -> None:
     """Export or measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--export", type=Path)
     parser.add_argument("--wheel", type=Path)
     parser.add_argument("--measure", type=Path)
+    parser.add_argument("--check", type=Path)
     given = parser.parse_args()
     if given.export is not None:
         export(given.export, given.wheel)
+    elif given.check is not None:
+        check(given.check)
     else:
         measure(given.measure)
 

@@ -75,7 +75,7 @@ def export(folder: Path, names: list[str], scheme: str, arch: str, wheels: list[
     from compressor.codegen.gpu.kernel_set import gpu_kernels
     from compressor.codegen.lowering.compile import compile_graph
     from compressor.codegen.targets.cuda import Cuda
-    from compressor.export.native import _copy_tvm_runtime
+    from compressor.export.native import copy_tvm_runtime
     from compressor.host.resources import runtime_files
     from compressor.plan.passes import plan_passes
     from compressor.recipe.recipe import Recipe
@@ -100,7 +100,7 @@ def export(folder: Path, names: list[str], scheme: str, arch: str, wheels: list[
         for file, source in runtime_files().items():
             (out / file).parent.mkdir(exist_ok=True)
             shutil.copyfile(source, out / file)
-        _copy_tvm_runtime(out / "lib", ["libtvm_runtime.so", "libtvm_runtime_cuda.so"])
+        copy_tvm_runtime(out / "lib", ["libtvm_runtime.so", "libtvm_runtime_cuda.so"])
         parameters = [(n, graph.get_parameter(n)) for n in library.parameters]
         info = graph.meta["model"]
         facts = {

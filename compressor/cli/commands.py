@@ -8,6 +8,7 @@ Results go to stdout (one JSON object with ``--json``), progress and messages to
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import gc
 import math
 from pathlib import Path
@@ -157,6 +158,66 @@ def plan_command(recipe: str, probe: bool, as_json: bool, **changes: Any) -> Non
         plan = make_plan(loaded, measure=probe, reporter=reporter)
     emit(as_json, plan.to_json(), lambda: show_plan(plan))
     check_plan(plan, loaded.gates)
+
+
+@main.command()
+@click.argument("recipe", required=False)
+@click.option("--model", help="Hugging Face folder or id, in place of the recipe's.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, e.g. target.cuda.arch=sm_90.")
+@click.option(
+    "--export-batch",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Compile all candidates into this new folder.",
+)
+@click.option(
+    "--import-results", type=click.Path(path_type=Path), metavar="FILE", help="Take home what a batch measured."
+)
+@click.option("--batch", type=click.Path(path_type=Path), help="The results' batch, if it was not exported here.")
+@click.option("--partial", is_flag=True, help="Take what was measured of a batch that did not come to its end.")
+@click.option(
+    "--database", type=click.Path(path_type=Path), help="Where results go [default: the user's database, in the cache]."
+)
+@json_option
+@reported
+def tune(
+    recipe: str | None,
+    export_batch: Path | None,
+    import_results: Path | None,
+    batch: Path | None,
+    partial: bool,
+    database: Path | None,
+    as_json: bool,
+    **changes: Any,
+) -> None:
+    """Measure schedules of RECIPE's kernels on another machine, with a GPU that this one lacks.
+
+    --export-batch DIR makes a folder to copy there, where `python run.py` times what is in it; --import-results FILE
+    takes the file that it writes, and later runs choose the fastest schedules.
+    """
+    from compressor.cli.progress import progress
+    from compressor.cli.show_run import show_batch, show_imported
+
+    if (export_batch is None) == (import_results is None):
+        raise click.UsageError("give either --export-batch DIR or --import-results FILE")
+    if import_results is not None:
+        from compressor.run.tune import import_results as take
+
+        if recipe is not None or changes["model"] or changes["overrides"]:
+            raise click.UsageError("--import-results takes no recipe: the batch knows its kernels")
+        imported = take(import_results, batch, partial, database)
+        emit(as_json, dataclasses.asdict(imported), lambda: show_imported(imported))
+        return
+    if recipe is None or export_batch is None or batch is not None or partial or database is not None:
+        raise click.UsageError("--export-batch takes a RECIPE; --batch, --partial and --database are for an import")
+    from compressor.recipe.recipe import load_recipe
+
+    loaded = load_recipe(recipe, **changes)
+    from compressor.run.tune import export_batch as export
+
+    with progress() as reporter:
+        made = export(loaded, export_batch, reporter)
+    emit(as_json, dataclasses.asdict(made), lambda: show_batch(made))
 
 
 @main.command("eval")

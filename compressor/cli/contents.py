@@ -50,8 +50,8 @@ def inspect_path(path: Path) -> dict[str, Any]:
     }
 
 
-_OF_KERNELS = ("name", "evidence", "registers", "spill_bytes", "shared_bytes")
-"""What is told of a kernel: the last three of kernels for GPUs, of a thread and of a block."""
+_OF_KERNELS = ("name", "evidence", "registers", "spill_bytes", "shared_bytes", "schedule_chosen")
+"""What is told of a kernel: the last four of kernels for GPUs: of a thread, of a block, and why it is as it is."""
 
 
 def _inspect_bundle(path: Path) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from compressor.cli.figures import figure, label, quantity, stdout_console
 from compressor.evaluate.timing import CONFIDENCE
 
 if TYPE_CHECKING:
+    from compressor.export.batch import Batch
     from compressor.run.outcome import Outcome
+    from compressor.run.tune import Imported
 
 
 _NAMED = 2
@@ -159,3 +161,30 @@ def show_inspection(content: Mapping[str, Any]) -> None:
             for row in rows:
                 table.add_row(*(quantity(key, value) for key, value in row.items()))
             console.print(table)
+
+
+def show_batch(batch: Batch) -> None:
+    """Say what a batch of candidates holds, and what to do with it."""
+    held = f"{batch.candidates} candidates for {batch.kernels} kernels, {batch.size_bytes / 1e6:.1f} MB"
+    lines = (
+        f"{batch.folder}: {held}, for {', '.join(batch.archs)}; digest {batch.digest[:12]}",
+        "there, where a GPU is: python run.py --output results.json",
+        "here, with that file: compress tune --import-results results.json",
+    )
+    for line in lines:
+        stdout_console().print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def show_imported(imported: Imported) -> None:
+    """Show what came home: of each kernel the default's time and the best."""
+    console = stdout_console()
+    table = Table(title=f"{imported.name}: {imported.database}")
+    for heading in ("kernel:tokens", "default, us", "best, us", ""):
+        table.add_column(heading, justify="right" if "us" in heading else "left")
+    for kernel, (default, best, schedule) in imported.won.items():
+        first = "failed" if default is None else f"{default:.2f}"
+        table.add_row(kernel, first, f"{best:.2f}", "the default" if default == best else str(schedule))
+    console.print(table)
+    for title, names in (("not measured", imported.missing), ("failed", imported.failed)):
+        if names:
+            console.print(f"{title}: {'; '.join(names)}", highlight=False, markup=False)

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +26,8 @@ from compressor.host.resources import PACKAGE
 
 S = TypeVar("S")
 QUICK_CANDIDATES = 3
+REASON = "chosen"
+"""Beside a schedule's fields in ``Tuner.chosen`` and in locks: why it was chosen, of kernels for GPUs."""
 _WORKING_SET_BYTES = 48 << 20
 """Copies of the operands add up to this, so that weights come from memory as they do in a model."""
 
@@ -95,6 +98,7 @@ class Tuner:
         space: Sequence[S],
         build: Callable[[S], tvm.tirx.PrimFunc],
         operands: Callable[[], Sequence[NDArray[Any]]],
+        estimate: Callable[[S], float] | None = None,
     ) -> S:
         """Return the pinned schedule, or else the fastest of ``space``.
 
@@ -105,17 +109,24 @@ class Tuner:
             kernel: family, shape, format and number of tokens.
             build: TIR for a schedule.
             operands: arguments to time it with, the output included.
+            estimate: seconds that a model foresees for a schedule, where nothing can be timed here; None if there is
+                no model.
         Raises:
             DriftError: the lock has no schedule for this kernel, or one that is not in ``space``.
         """
         if self.pinned is None:
-            schedule = self._fastest(kernel, space, build, operands)
+            schedule = self.fastest(kernel, space, build, operands, estimate)
         else:
             schedule = _find(kernel + self.suffix, space, self.pinned)
-        self.chosen[kernel + self.suffix] = _fields(schedule)
+        self.chosen[kernel + self.suffix] = fields_of(schedule)
         return schedule
 
-    def _fastest(self, kernel: str, space: Sequence[S], build: Any, operands: Any) -> S:
+    def reasons(self, kernels: Sequence[str]) -> dict[str, str]:
+        """Return, by kernel, why it got its schedule; nothing where schedules are timed on this machine."""
+        return {}
+
+    def fastest(self, kernel: str, space: Sequence[S], build: Any, operands: Any, estimate: Any) -> S:
+        """Return the fastest of ``space``, as far as the mode has them timed; the arguments are those of a choice."""
         candidates = space[:QUICK_CANDIDATES] if self.mode == "quick" else space
         if self.mode == "off" or self.target is None or len(candidates) == 1:
             return space[0]
@@ -130,13 +141,13 @@ class Tuner:
             known = {
                 "index": best,
                 "tried": len(candidates),
-                "schedule": _fields(candidates[best]),
+                "schedule": fields_of(candidates[best]),
                 "microseconds": [round(t * 1e6, 2) for t in times],
             }
             self._keep(key, known)
         index, times = int(known["index"]), known.get("microseconds")
         timed = [
-            {**_fields(schedule), "microseconds": time_us}
+            {**fields_of(schedule), "microseconds": time_us}
             for schedule, time_us in zip(space, times if isinstance(times, list) else (), strict=False)
         ]
         entry = {"kernel": kernel + self.suffix, "timed_now": is_new, "candidates": timed, "won": index}
@@ -165,6 +176,9 @@ def summary(tried: Sequence[Mapping[str, Any]]) -> list[str]:
     """How schedules were chosen, in words, from :class:`Tuner`'s ``tried``."""
     if not tried:
         return []
+    if all(REASON in entry for entry in tried):  # nothing is timed where a bundle for GPUs is made
+        counts = Counter(str(entry[REASON]) for entry in tried)
+        return [f"schedules: {len(tried)} choices: " + ", ".join(f"{n} {reason}" for reason, n in counts.items())]
     now = [entry for entry in tried if entry["timed_now"]]
     candidates = sum(len(entry["candidates"]) for entry in now)
     others = sum(entry["won"] > 0 for entry in tried)
@@ -174,14 +188,17 @@ def summary(tried: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _fields(schedule: Any) -> dict[str, Any]:
+def fields_of(schedule: Any) -> dict[str, Any]:
+    """Return a schedule as plain data."""
     return dataclasses.asdict(schedule)
 
 
 def _find(kernel: str, space: Sequence[S], pinned: Mapping[str, Mapping[str, Any]]) -> S:
     fields = pinned.get(kernel)
+    if fields is not None:
+        fields = {name: value for name, value in fields.items() if name != REASON}
     for schedule in space:
-        if _fields(schedule) == fields:
+        if fields_of(schedule) == fields:
             return schedule
     what = "has no schedule" if fields is None else f"has the schedule {dict(fields)}, which is none of those possible,"
     raise DriftError(

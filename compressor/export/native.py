@@ -119,7 +119,7 @@ def _copy_runtime(folder: Path, parts: NativeParts) -> None:
     for name, source in runtime_files().items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source, folder / name)
-    _copy_tvm_runtime(folder / "lib", ["libtvm_runtime.so", *(["libtvm_runtime_cuda.so"] if parts.archs else [])])
+    copy_tvm_runtime(folder / "lib", ["libtvm_runtime.so", *(["libtvm_runtime_cuda.so"] if parts.archs else [])])
     readme = string.Template((python / "README-bundle.md").read_text(encoding="utf-8"))
     words = {
         "name": parts.name,
@@ -137,7 +137,7 @@ def _copy_runtime(folder: Path, parts: NativeParts) -> None:
     (folder / "README.md").write_text(readme.substitute(words), encoding="utf-8")
 
 
-def _copy_tvm_runtime(folder: Path, names: Sequence[str]) -> None:
+def copy_tvm_runtime(folder: Path, names: Sequence[str]) -> None:
     """Copy TVM's run-time libraries and its licence, found without importing TVM."""
     spec = importlib.util.find_spec("tvm")
     folder.mkdir()

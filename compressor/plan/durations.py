@@ -143,14 +143,14 @@ def compile_seconds(graph: GraphModule, prices: Prices, tune: str, isa: Isa) -> 
         tune: ``off``, ``quick`` or ``full``.
         isa: instruction set of the kernels.
     """
-    from compressor.codegen.lowering.converters.linears import TUNED_TOKENS
+    from compressor.codegen.lowering.kernel_set import TUNED_TOKENS
     from compressor.codegen.tuning import QUICK_CANDIDATES, Database
 
     nodes, kernels = len(graph.graph.nodes), linear_kernels(graph)
     turns = _LOWER_TURNS + (_EXPORT_TURNS + _LOWER_NODE_TURNS) * nodes + _GENERATE_TURNS * len(kernels)
     seconds = turns * prices.seconds["python"]
     done = {key.partition("|")[0] for key in Database().entries if f"|{prices.cpu}|" in key}
-    for kernel in kernels if tune != "off" else ():
+    for kernel in kernels if tune != "off" and not isa.archs else ():  # for GPUs, nothing is timed
         for tokens, candidates in zip((1, TUNED_TOKENS), _candidates(kernel, isa), strict=True):
             if f"{kernel.name}:{tokens}" in done:
                 continue

@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from compressor.codegen.backend import DumpPhase
+from compressor.codegen.gpu.experts.kernel import supports as experts_support
 from compressor.codegen.gpu.kernel_set import gpu_kernels
 from compressor.codegen.lowering.converters.converter import Converter
 from compressor.codegen.lowering.experts.stack import as_lowered
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _ARCH_BYTES = 400_000  # of kernels for one GPU, for all of a decoder
 _EMBEDDING = torch.ops.compressor.packed_embedding.default
+_ROUTED = torch.ops.compressor.packed_routed_linear.default
 
 
 class CudaBackend(NativeBackend):
@@ -51,8 +53,10 @@ class CudaBackend(NativeBackend):
         formats |= {
             node.name: str(node.args[2]) for node in graph.graph.find_nodes(op="call_function", target=_EMBEDDING)
         }
-        for name, format_name in formats.items():
-            if reason := kernels.supports(Format.parse(format_name)):
+        routed = {node.name: str(node.args[4]) for node in graph.graph.find_nodes(op="call_function", target=_ROUTED)}
+        for name, format_name in (formats | routed).items():
+            supports = experts_support if name in routed else kernels.supports
+            if reason := supports(Format.parse(format_name)):
                 raise UsageError(f"{name}: {format_name}: {reason}; take another format, or the target x86")
 
     def estimate_bytes(self, graph: GraphModule) -> int:

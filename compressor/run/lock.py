@@ -39,6 +39,15 @@ _VECTOR_FEATURES = re.compile(r"(sse|ssse|avx|amx|fma|f16c|vnni)")
 Part = tuple[str | int, ...]
 
 
+class _Schedule(BaseModel):
+    """A schedule's fields, which differ from kernel to kernel, and why it was chosen, of kernels for GPUs."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    __pydantic_extra__: dict[str, int | dict[str, int] | None]
+
+    chosen: str = ""
+
+
 class _Lock(BaseModel):
     """The file's schema."""
 
@@ -54,7 +63,7 @@ class _Lock(BaseModel):
     model: dict[str, str | dict[str, str]]
     calibration: dict[str, str | int] | None
     evaluation: dict[str, str | int] | None
-    schedules: dict[str, dict[str, int | dict[str, int]]]
+    schedules: dict[str, _Schedule]
 
 
 class Lock:

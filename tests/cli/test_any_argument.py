@@ -36,6 +36,10 @@ GOOD = {  # by parameter; some of what it may be
     "name": ("gptq", "W4A16", "quickstart"),
     "what": ("passes", "formats"),
     "key": ("file",),
+    "export_batch": ("out", "empty"),
+    "import_results": ("file", "bundle"),
+    "batch": ("empty",),
+    "database": ("file",),
 }
 
 
@@ -62,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-FLAGS = ("--locked", "--time-passes", "--probe")
+FLAGS = ("--locked", "--time-passes", "--probe", "--partial")
 
 
 @st.composite

@@ -221,6 +221,8 @@ def test_a_damaged_lock_is_refused(content: bytes, tmp_path: Path) -> None:
         ("recipe", {"seed": float("nan")}, "NaN"),
         ("recipe", {"a": json.loads("[" * 40 + "]" * 40)}, "nested"),
         ("schedules", {"k": {"tiles": "4"}}, "schedules.k.tiles"),
+        ("schedules", {"k": {"tiles": {"a": "4"}}}, "schedules.k.tiles"),
+        ("schedules", {"k": {"tiles": 4, "chosen": 3}}, "schedules.k.chosen"),
         ("schedules", None, "schedules"),
         ("model", {"files": {"w": 3}}, "model.files"),
         ("surprise", 1, "surprise"),

@@ -118,6 +118,22 @@ except compressor_runtime.RequestError as error:
     assert "of the GPU's 300000 are free" in done.stdout
 
 
+def test_memory_that_ends_while_kernels_run_is_said_with_the_numbers(gpu_folder: Path) -> None:
+    code = """
+bundle = load(sys.argv[1])
+session = bundle.session(1, 40)
+fake.lockstep_configure(90, ctypes.c_size_t(fake.lockstep_memory_used() + 100))
+try:
+    session.step(np.arange(30)[None], np.arange(30))
+except compressor_runtime.BundleError as error:
+    print(error)
+"""
+    done = on_fake_gpu(code, gpu_folder)
+    assert "cuda:0" in done.stdout and "bytes" in done.stdout and "end what else uses the GPU" in done.stdout, (
+        done.stderr
+    )
+
+
 def test_without_a_driver_the_message_says_what_to_do(gpu_folder: Path) -> None:
     code = "from compressor_runtime import load, BundleError\nimport sys\n"
     code += "try:\n    load(sys.argv[1])\nexcept BundleError as error:\n    print(error)"

@@ -43,6 +43,18 @@ __device__ inline unsigned compressor_subtract_halves(unsigned a, unsigned b) {
 #endif
   return result;
 }
+__device__ inline unsigned compressor_multiply_add_halves(unsigned a, unsigned b, unsigned c) {
+  unsigned result;
+#ifdef __CUDA_ARCH__
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+#else
+  _Float16 x[2], y[2], z[2];
+  memcpy(x, &a, 4), memcpy(y, &b, 4), memcpy(z, &c, 4);
+  for (int i = 0; i < 2; ++i) x[i] = (_Float16)((float)x[i] * (float)y[i] + (float)z[i]);
+  memcpy(&result, x, 4);
+#endif
+  return result;
+}
 """
 
 _BFLOATS = """
@@ -94,6 +106,11 @@ def subtract_halves(a: Any, b: Any) -> Any:
     return call("compressor_subtract_halves", a, b, source=_HALVES, kind="uint32")
 
 
+def multiply_add_halves(a: Any, b: Any, c: Any) -> Any:
+    """Multiply two pairs of float16 and add a third."""
+    return call("compressor_multiply_add_halves", a, b, c, source=_HALVES, kind="uint32")
+
+
 def bfloat2(low: Any, high: Any) -> Any:
     """Return two float32 as bfloat16 in one uint32, rounded to nearest."""
     return call("compressor_bfloat2", low, high, source=_BFLOATS, kind="uint32")
@@ -109,6 +126,6 @@ def first_bits(value: Any) -> Any:
     return T.bitwise_and(T.reinterpret(value, dtype="uint32"), T.uint32(0xFFFFE000))
 
 
-def pick_bytes(a: Any, b: Any, selector: int) -> Any:
+def pick_bytes(a: Any, b: Any, selector: Any) -> Any:
     """Pick four of the eight bytes of two uint32, as ``__byte_perm`` does."""
-    return call("compressor_pick_bytes", a, b, T.uint32(selector), source=_BYTES, kind="uint32")
+    return call("compressor_pick_bytes", a, b, T.Cast("uint32", selector), source=_BYTES, kind="uint32")

@@ -53,6 +53,10 @@ _ATOMIC_MAX = """
 __device__ inline void compressor_atomic_max(int* at, int value) { atomicMax(at, value); }
 """
 
+_WARP_BARRIER = """
+__device__ inline void compressor_warp_barrier() { __syncwarp(); }
+"""
+
 
 def lane_sum(value: Any, lanes: int) -> Any:
     """Return the sum of a float32 over each ``lanes`` lanes in a row, a power of two; all of a warp must call it."""
@@ -85,6 +89,14 @@ def atomic_max(at: Any, value: Any) -> Any:
 def barrier() -> Any:
     """Return a statement that waits for all threads of the block."""
     return T.evaluate(T.tvm_storage_sync("shared"))
+
+
+def warp_barrier() -> Any:
+    """Return a statement that waits for the warp's lanes, and lets each see what the others wrote before.
+
+    Shuffles do not: a lane that writes what others read needs this in between.
+    """
+    return T.evaluate(_call("compressor_warp_barrier", source=_WARP_BARRIER, kind="void"))
 
 
 def _call(name: str, *arguments: Any, source: str, kind: str = "float32") -> Any:

@@ -11,20 +11,21 @@ import tvm
 from compressor.codegen.gpu import rows
 from compressor.codegen.gpu.attention import kernels as attention
 from compressor.codegen.gpu.attention import packed as packed_caches
+from compressor.codegen.gpu.experts.kernel import dense_routed_linear, packed_routed_linear
 from compressor.codegen.gpu.linear import dense, packed
-from compressor.codegen.gpu.linear.kernel import Schedule
 from compressor.codegen.gpu.lower import ScheduleThreads
+from compressor.codegen.gpu.spaces import dense_choices, packed_choices
+from compressor.codegen.gpu.sparse import columns, n_of_m
 from compressor.codegen.gpu.toolchain import check_device_module, device_code, usage_of
 from compressor.codegen.isa import Isa
 from compressor.codegen.lowering.kernel_set import KernelSet, LinearKernels
 from compressor.codegen.lowering.phases import phases
 from compressor.codegen.tir_pipeline import PIPELINE
-from compressor.errors import UsageError
+from compressor.formats.extras import ColumnBlocks, KeptOfGroup
+from compressor.formats.format import Format
 
-_EXPERTS, _CONVOLUTIONS, _STATES = "experts", "convolutions", "layers with a state"
+_CONVOLUTIONS, _STATES = "convolutions", "layers with a state"
 MISSING = {
-    "routed_linear.default": _EXPERTS,
-    "packed_routed_linear.default": _EXPERTS,
     "patches.default": _CONVOLUTIONS,
     "depthwise_linear.default": _CONVOLUTIONS,
     "packed_depthwise.default": _CONVOLUTIONS,
@@ -42,13 +43,11 @@ def gpu_phases() -> list[tuple[str, tvm.transform.Pass]]:
     return [own.get(name, (name, step)) for name, step in phases()]
 
 
-def _refused(family: str) -> Callable[..., tvm.tirx.PrimFunc]:
-    """Make what refuses to make a kernel, for operators that a run's check has refused already."""
-
-    def make(*_arguments: Any, **_options: Any) -> tvm.tirx.PrimFunc:
-        raise UsageError(f"the target cuda has no kernels for {family}")
-
-    return make
+def _supports(fmt: Format) -> str:
+    """Say what linears do not read of a format; an empty text if they read all."""
+    if fmt.extra(KeptOfGroup) is not None:
+        return n_of_m.supports(fmt)
+    return packed.supports(fmt) if fmt.extra(ColumnBlocks) is None else columns.supports(fmt)
 
 
 def gpu_kernels(isa: Isa) -> KernelSet:
@@ -56,10 +55,10 @@ def gpu_kernels(isa: Isa) -> KernelSet:
     return KernelSet(
         isa=isa,
         phases=gpu_phases,
-        dense=LinearKernels(dense.dense_linear, lambda: [Schedule()], lambda schedule: [schedule]),
-        packed=LinearKernels(
-            packed.fused_linear, lambda _tiles: [Schedule()], lambda _tiles, schedule, _fmt: [schedule]
-        ),
+        dense=LinearKernels(dense.dense_linear, dense_choices),
+        packed=LinearKernels(packed.fused_linear, packed_choices),
+        dense_routed=dense_routed_linear,
+        packed_routed=packed_routed_linear,
         norm=rows.norm,
         embedding=rows.embedding,
         packed_embedding=rows.packed_embedding,
@@ -70,7 +69,8 @@ def gpu_kernels(isa: Isa) -> KernelSet:
         pack_cache=packed_caches.pack_cache,
         packed_attention=packed_caches.packed_attention,
         missing=MISSING,
-        supports=packed.supports,
+        others={KeptOfGroup: n_of_m.n_of_m_linear, ColumnBlocks: columns.column_blocks_linear},
+        supports=_supports,
         generate=partial(_generate, isa),
         measures_memory=False,
     )

@@ -51,6 +51,23 @@ __device__ inline int compressor_stream_pair(const void* from) {
 }
 """
 
+_BYTES = """
+// Bytes from any address: the words that hold them, shifted into place.
+template <int Count>
+__device__ inline void compressor_load_bytes(int* to, const unsigned char* from) {
+  const unsigned offset = (unsigned)((unsigned long long)from % 4), shift = 8 * offset;
+  const unsigned* words = (const unsigned*)(from - offset);
+  unsigned long long both = words[0];
+  for (int i = 0; i < Count / 4; ++i) {
+    const unsigned next = i + 1 < Count / 4 || offset > 0 ? words[i + 1] : 0;  // no word without a byte of these
+    both |= (unsigned long long)next << 32;
+    to[i] = (int)(unsigned)(both >> shift);
+    both >>= 32;
+  }
+}
+__device__ inline int compressor_load_pair(const unsigned char* from) { return *(const unsigned short*)from; }
+"""
+
 _COPIES = """
 // Copies of 16 bytes from global to shared memory, which go on beside what follows.
 __device__ inline void compressor_copy16(void* to, const void* from) {
@@ -98,6 +115,16 @@ def stream_word(at: Any) -> Any:
 def stream_pair(at: Any) -> Any:
     """Load 16 bits from a global address, as int32."""
     return call("compressor_stream_pair", at, source=_LOADS, kind="int32")
+
+
+def load_bytes(to: Any, at: Any, count: int) -> None:
+    """Load a multiple of four bytes from any global address to a pointer to int32."""
+    T.evaluate(call(f"compressor_load_bytes<{count}>", to, at, source=_BYTES))
+
+
+def load_pair(at: Any) -> Any:
+    """Load two bytes from an even global address, as int32; they may be written by the same kernel."""
+    return call("compressor_load_pair", at, source=_BYTES, kind="int32")
 
 
 def copy16(to: Any, at: Any) -> None:

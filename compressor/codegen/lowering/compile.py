@@ -12,6 +12,7 @@ from compressor_runtime import available_cores
 from torch.fx import GraphModule
 from tvm import relax
 
+from compressor.codegen.device_tuning import DeviceTuner
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels import probe
 from compressor.codegen.lowering.converters.converter import Converter
@@ -98,7 +99,10 @@ def compile_graph(
     threads = threads or available_cores()
     machine = f"{isa.name}|{cpu_name()}|{threads} threads"
     suffix = "" if isa == base else f"@{isa.name}"
-    tuner = Tuner(tune, threads, tvm_target if runs_here else None, machine, suffix=suffix, pinned=pinned)
+    if isa.archs:
+        tuner: Tuner = DeviceTuner.make(tune, isa.archs, pinned)
+    else:
+        tuner = Tuner(tune, threads, tvm_target if runs_here else None, machine, suffix=suffix, pinned=pinned)
     own = kernels(isa)
     lowered = lower_graph(graph, tvm_target, own, tuner, dump)
     with tvm_target, error_context("generate"):

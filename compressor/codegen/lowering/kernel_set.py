@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import tvm
 
 from compressor.codegen.isa import Isa
-from compressor.codegen.kernels import dense, embedding, norm
+from compressor.codegen.kernels import dense, embedding, experts, norm
 from compressor.codegen.kernels.attention import cached, packed
 from compressor.codegen.kernels.attention.cross import cross_attention
 from compressor.codegen.kernels.linear import packed as packed_linear
@@ -22,10 +22,29 @@ from compressor.codegen.lowering.phases import phases
 from compressor.codegen.tir_pipeline import PIPELINE
 from compressor.formats.extras import KeptOfGroup, SkippedInputs
 from compressor.formats.format import Format
+from compressor.formats.parts import TILE_ROWS
 
 Maker = Callable[..., tvm.tirx.PrimFunc]
 Generate = Callable[[tvm.IRModule, tvm.target.Target], tuple[Any, Callable[[str], dict[str, Any]]]]
 Phases = Callable[[], list[tuple[str, tvm.transform.Pass]]]
+TUNED_TOKENS = 64
+"""Schedules for CPUs are chosen for one token, and then for so many."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One choice that the tuner makes for a kernel.
+
+    Attributes:
+        tokens: that candidates are timed on.
+        space: schedules that differ in what so many tokens take, the default first, given the schedule chosen so far;
+            None before the first choice.
+        estimate: seconds that a model foresees for a schedule, for machines that are not here.
+    """
+
+    tokens: int
+    space: Callable[[Any], list[Any]]
+    estimate: Callable[[Any], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -34,16 +53,13 @@ class LinearKernels:
 
     Attributes:
         make: the kernel; its last positional argument is a schedule.
-        first: schedules that differ in what one token takes, the default first; of packed weights for a number of
-            tiles.
-        many: schedules that differ in what several tokens take, given the schedule chosen for one; of packed weights
-            for (tiles, that schedule, format).
+        choices: what the tuner chooses, one after another, for (rows, columns, format or storage type); the last
+            choice's schedule has them all.
         common: (schedule, rows of each weight, format) -> the schedule of several weights in one kernel.
     """
 
     make: Maker
-    first: Callable[..., list[Any]]
-    many: Callable[..., list[Any]]
+    choices: Callable[..., Sequence[Choice]]
     common: Callable[..., Any] = lambda schedule, _rows, _fmt: schedule
 
 
@@ -71,6 +87,8 @@ class KernelSet:
     phases: Phases
     dense: LinearKernels
     packed: LinearKernels
+    dense_routed: Maker
+    packed_routed: Maker
     norm: Maker
     embedding: Maker
     packed_embedding: Maker
@@ -100,6 +118,19 @@ def cpu_kernels(isa: Isa) -> KernelSet:
     ) -> tvm.tirx.PrimFunc:
         return packed_linear.fused_linear(rows, columns, fmt, has_bias, isa, schedule, **ends)
 
+    def packed_routed(
+        routing: Any, rows: int, columns: int, fmt: Format, has_bias: bool, schedule: Any
+    ) -> tvm.tirx.PrimFunc:
+        return experts.packed_routed_linear(routing, rows, columns, fmt, has_bias, isa, schedule)
+
+    def packed_choices(rows: int, _columns: int, fmt: Format) -> list[Choice]:
+        tiles = -(-rows // TILE_ROWS)
+
+        def many(schedule: Any) -> list[Any]:
+            return packed_linear.gemm_space(tiles, schedule.gemv_tiles, fmt, isa)
+
+        return [Choice(1, lambda _schedule: packed_linear.gemv_space(tiles)), Choice(TUNED_TOKENS, many)]
+
     def other(make: Maker) -> Maker:
         def linear(rows: Any, columns: Any, fmt: Any, has_bias: bool, **ends: Any) -> tvm.tirx.PrimFunc:
             return make(rows, columns, fmt, has_bias, isa, **ends)
@@ -110,14 +141,19 @@ def cpu_kernels(isa: Isa) -> KernelSet:
         isa=isa,
         phases=phases,
         dense=LinearKernels(
-            dense.dense_linear, dense.gemv_space, lambda schedule: dense.gemm_space(schedule.gemv_rows)
+            dense.dense_linear,
+            lambda _rows, _columns, _storage: [
+                Choice(1, lambda _schedule: dense.gemv_space()),
+                Choice(TUNED_TOKENS, lambda schedule: dense.gemm_space(schedule.gemv_rows)),
+            ],
         ),
         packed=LinearKernels(
             fused_linear,
-            packed_linear.gemv_space,
-            lambda tiles, schedule, fmt: packed_linear.gemm_space(tiles, schedule.gemv_tiles, fmt, isa),
+            packed_choices,
             lambda schedule, rows, fmt: packed_linear.common_schedule(schedule, rows, fmt, isa),
         ),
+        dense_routed=partial(experts.dense_routed_linear, gemv_rows=dense.gemv_space()[0].gemv_rows),
+        packed_routed=packed_routed,
         norm=norm.norm,
         embedding=embedding.embedding,
         packed_embedding=partial(embedding.packed_embedding, isa=isa),

@@ -2,9 +2,10 @@
 
 A fake driver takes the place of ``libcuda.so.1`` and ``libcudart.so.13`` before TVM's CUDA runtime is loaded, and the
 text that TVM writes for nvcc is compiled by g++ instead.  Threads of a block run one after another, each up to a
-barrier or to an exchange with its warp: one that is missing, or that some threads do not reach, gives wrong numbers or
-an error.  Shared memory before each block and device memory when it is allocated are full of 0xFF bytes, which are NaN.
-Memory is in order, and a warp's lanes are not at the same place: what needs a fence on a GPU is not seen here.
+barrier or to an exchange with its warp: one that some threads do not reach is an error, and so are two accesses of
+shared memory with no barrier in between (``races.cpp``).  Shared memory before each block and device memory when it is
+allocated are full of 0xFF bytes, which are NaN.  Memory is in order, and a warp's lanes are not at the same place:
+what needs a fence of global memory on a GPU is not seen here.
 """
 
 from __future__ import annotations

@@ -118,6 +118,7 @@ int run(const Launch& launch, void** arguments) {
     lockstep_block = {b % launch.grid.x, b / launch.grid.x % launch.grid.y, b / launch.grid.x / launch.grid.y};
     if (module.shared != module.shared_end) std::memset(module.shared, 0xFF, module.shared_end - module.shared);
     lockstep_fill_dynamic(launch.dynamic);
+    lockstep_watch(module.shared, module.shared_end);
     const char* failed =
         lockstep_run_block(kernel, arguments, launch.block.x * launch.block.y * launch.block.z, is_descending);
     if (failed) return fail(LAUNCH_FAILED, describe(launch) + ": " + failed);

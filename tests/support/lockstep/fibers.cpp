@@ -16,10 +16,11 @@
 #include "lockstep.h"
 
 lockstep_uint3 lockstep_thread, lockstep_block, lockstep_block_size, lockstep_grid_size;
+unsigned lockstep_current, lockstep_block_turn = 1, lockstep_warp_turns[32];
 
 namespace {
 
-constexpr std::size_t STACK = 256 << 10, DYNAMIC = 228 << 10, ZONE = 1 << 10;
+constexpr std::size_t STACK = 256 << 10, ZONE = 1 << 10;
 
 struct Fiber {
   ucontext_t start;
@@ -45,11 +46,11 @@ void** arguments;
 unsigned threads, begun, finished;
 bool is_descending;
 char failure[512];
-alignas(1024) unsigned char dynamic[DYNAMIC + ZONE];
+alignas(1024) unsigned char dynamic[LOCKSTEP_DYNAMIC + ZONE];
 
 void show_thread() {
   const lockstep_uint3& size = lockstep_block_size;
-  const unsigned t = current->thread;
+  const unsigned t = lockstep_current = current->thread;
   lockstep_thread = {t % size.x, t / size.x % size.y, t / size.x / size.y};
 }
 
@@ -147,6 +148,7 @@ void lockstep_barrier() {
   if (at_barrier.size() == threads) {
     ready.insert(ready.end(), at_barrier.begin(), at_barrier.end());
     at_barrier.clear();
+    ++lockstep_block_turn;
   }
   wait();
 }
@@ -163,6 +165,7 @@ const unsigned char* lockstep_exchange(const void* mine, unsigned bytes) {
     ready.insert(ready.begin(), warp.waiting.begin(), warp.waiting.end());
     warp.waiting.clear();
     ++warp.turn;
+    if (bytes == 0) ++lockstep_warp_turns[current->thread / 32];
   }
   wait();
   return left[0];
@@ -178,6 +181,7 @@ void lockstep_fail(const char* reason) {
 const char* lockstep_run_block(const lockstep_kernel& run, void** given, unsigned count, bool descending) {
   kernel = &run, arguments = given, threads = count, is_descending = descending;
   begun = finished = 0;
+  ++lockstep_block_turn;
   failure[0] = 0;
   warps.resize((count + 31) / 32);
   for (Warp& warp : warps) std::memset(warp.left, 0, sizeof warp.left), warp.turn = 0, warp.waiting.clear();

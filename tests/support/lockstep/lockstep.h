@@ -30,6 +30,13 @@ void* lockstep_dynamic();
 [[noreturn]] void lockstep_fail(const char* reason);
 }
 
+constexpr std::size_t LOCKSTEP_DYNAMIC = 228 << 10;  // bytes of dynamic shared memory, at most
+
+// For races.cpp: the thread that runs, and how many barriers its block, and each warp, have passed.
+extern unsigned lockstep_current, lockstep_block_turn, lockstep_warp_turns[32];
+// Look for races between these addresses, and in dynamic shared memory.
+void lockstep_watch(const char* first, const char* last);
+
 // Run all threads of one block; null, or the reason why it failed.
 const char* lockstep_run_block(const lockstep_kernel& kernel, void** arguments, unsigned threads, bool is_descending);
 // Fill dynamic shared memory with 0xFF, and tell whether a block wrote beyond its end.

@@ -57,5 +57,8 @@ class Heads:
 
     def score(self, product: Any) -> Any:
         """Scale a product of a query and a key, and cap it."""
-        score = product * T.float32(self.scale)
+        return self.cap(product * T.float32(self.scale))
+
+    def cap(self, score: Any) -> Any:
+        """Cap a score."""
         return T.float32(self.softcap) * T.tanh(score / T.float32(self.softcap)) if self.softcap else score

@@ -60,7 +60,7 @@ def cached_attention(
         biases = T.meta_var(DistanceBiases(slopes, table, heads, distances) if has_slopes or distances > 0 else None)
 
         if tokens == 1:
-            splits = T.meta_var(one.splits(capacity))
+            splits = T.meta_var(one.splits(capacity, batch))
             sums = T.alloc_buffer((batch * heads * splits, head_dim), "float32")
             stats = T.alloc_buffer((batch * heads * splits, 2), "float32")
             past = T.meta_var(partial(before, position, window, chunk))
@@ -72,10 +72,10 @@ def cached_attention(
         else:
             store((k, k_cache), (v, v_cache), place)
             limits = T.meta_var(partial(limits_of_tokens, place, window, chunk))
-            seen = T.meta_var(partial(causal, place, window, chunk))
+            masks = T.meta_var((partial(causal, place, window, chunk), partial(all_see, place, window, chunk)))
             many_added = T.meta_var(None if biases is None else partial(_distance_bias, biases, place))
             rows = T.meta_var([DenseRows(x) for x in (q, k_cache, v_cache)])
-            attend(*rows, out, None, limits, many_added, seen, sinks, False, (batch, tokens))
+            attend(*rows, out, None, limits, many_added, masks, sinks, False, (batch, tokens))
 
     return kernel
 
@@ -129,8 +129,8 @@ def masked_attention(
         limits = T.meta_var(partial(_around, window, length))
         added = T.meta_var(None if bias is None else partial(_pair_bias, biases, bias, heads, length))
         rows = T.meta_var([DenseRows(x, first) for x, first in zip((q, k, v), tokens_first, strict=True)])
-        seen = T.meta_var(partial(_unpadded, mask, window))
-        attend(*rows, out, None, limits, added, seen, None, window > 0, (batch, length))
+        masks = T.meta_var((partial(_unpadded, mask, window), None))
+        attend(*rows, out, None, limits, added, masks, None, window > 0, (batch, length))
 
     return kernel
 
@@ -156,7 +156,7 @@ def cross_attention(heads: int, kv_heads: int, head_dim: int, scale: float, soft
         out = T.meta_var(parameter((batch, tokens, heads, head_dim), "float32"))
 
         if tokens == 1:
-            splits = T.meta_var(one.splits(length))
+            splits = T.meta_var(one.splits(length, batch))
             sums = T.alloc_buffer((batch * heads * splits, head_dim), "float32")
             stats = T.alloc_buffer((batch * heads * splits, 2), "float32")
             every = T.meta_var(lambda: (T.int64(0), length))
@@ -167,8 +167,8 @@ def cross_attention(heads: int, kv_heads: int, head_dim: int, scale: float, soft
         else:
             rows = T.meta_var([DenseRows(x) for x in (q, k, v)])
             limits = T.meta_var(lambda _first, _last: (T.int64(0), length))
-            seen = T.meta_var(partial(_unpadded, mask, 0))
-            attend(*rows, out, None, limits, None, seen, None, False, (batch, tokens))
+            masks = T.meta_var((partial(_unpadded, mask, 0), None))
+            attend(*rows, out, None, limits, None, masks, None, False, (batch, tokens))
 
     return kernel
 
@@ -193,6 +193,11 @@ def limits_of_tokens(place: Any, window: int, chunk: int, early: Any, late: Any)
 def causal(place: Any, window: int, chunk: int, _b: Any, token: Any, key: Any) -> Any:
     """Tell whether a new token sees a key."""
     return T.And(key <= place + token, key >= _first_seen(place + token, window, chunk))
+
+
+def all_see(place: Any, window: int, chunk: int, early: Any, late: Any, key: Any, end: Any) -> Any:
+    """Tell whether all new tokens from the early to the late one see all keys from one to an end."""
+    return T.And(end <= place + early + 1, key >= _first_seen(place + late, window, chunk))
 
 
 def _distance_bias(biases: DistanceBiases, place: Any, _b: Any, head: Any, token: Any, key: Any) -> Any:

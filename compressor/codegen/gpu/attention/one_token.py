@@ -17,7 +17,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from compressor.codegen.gpu.attention.heads import LOWEST, Heads
-from compressor.codegen.gpu.intrinsics import WARP, barrier, lane_sum, warp_max, warp_sum
+from compressor.codegen.gpu.intrinsics import WARP, barrier, lane_sum, warp_barrier, warp_max, warp_sum
 from compressor.codegen.kernels.vector import ramp
 
 THREADS = 128
@@ -26,7 +26,9 @@ _CHANNELS = 4096  # at most, of these heads: what shared memory has room for
 _TILE = 64  # keys, at least
 _PART = 16  # keys: parts of the context are multiples of it
 _ROWS_EACH = 4  # of values, that a thread waits for
-_BLOCKS = 256  # of one entry of a batch, for a long context
+# Blocks for a long context: what some 130 multiprocessors have registers for, six blocks each of floats, and twice four
+# of codes; a rest would run alone.
+_BLOCKS, _BLOCKS_OF_CODES = 768, 1024
 _KEYS_A_BLOCK = 64  # of the capacity, at least
 
 
@@ -39,6 +41,11 @@ class OneToken(Heads):
         """Return how many heads that share a head of keys one block computes."""
         most = max(1, min(_HEADS, _CHANNELS // self.width))
         return max(n for n in range(1, most + 1) if self.repeat % n == 0)
+
+    @cached_property
+    def piece(self) -> int:
+        """Return how many channels go through shared memory at once."""
+        return math.gcd(self.vec, 4)
 
     @cached_property
     def lanes(self) -> int:
@@ -70,10 +77,16 @@ class OneToken(Heads):
         """Return how many vectors of a row of values each of these has."""
         return -(-self.columns // self.spread)
 
-    def splits(self, capacity: Any) -> Any:
+    @cached_property
+    def most_splits(self) -> int:
+        """Return how many parts the keys of a text that is alone have at most."""
+        blocks = _BLOCKS_OF_CODES if self.unit > 4 else _BLOCKS
+        return max(1, blocks // (self.heads // self.group))
+
+    def splits(self, capacity: Any, batch: Any) -> Any:
         """Return how many parts the keys have at most."""
-        most = max(1, _BLOCKS // (self.heads // self.group))
-        return T.min((capacity + (_KEYS_A_BLOCK - 1)) // _KEYS_A_BLOCK, T.int64(most))
+        most = T.max(T.truncdiv(T.int64(self.most_splits), batch), T.int64(1))
+        return T.min((capacity + (_KEYS_A_BLOCK - 1)) // _KEYS_A_BLOCK, most)
 
     def part(self, count: Any, splits: Any) -> Any:
         """Return how many keys a part of ``count`` has."""
@@ -140,7 +153,7 @@ class OneToken(Heads):
         return load
 
     def _score(self) -> Any:
-        at_once, vec = THREADS // self.lanes, self.vec
+        at_once, vec, piece = THREADS // self.lanes, self.vec, self.piece
 
         @T.inline
         def score(query, keys, scores, bounds, added, seen, b, y, t):
@@ -157,7 +170,8 @@ class OneToken(Heads):
                         key = T.meta_var(T.min(bounds[2] + (j * at_once + t // self.lanes), bounds[1] - 1))
                         keys.emit_load(rows, (j * vec,), b, kv, key, c * vec, vec)
                     for r in T.unroll(self.group):
-                        one[ramp(0, vec)] = query[r, ramp(c * vec, vec)]
+                        for p in T.unroll(vec // piece):
+                            one[ramp(p * piece, piece)] = query[r, ramp(c * vec + p * piece, piece)]
                         for j in T.unroll(self.keys):
                             for e in T.unroll(vec):
                                 dot[r * self.keys + j] = dot[r * self.keys + j] + one[e] * rows[j * vec + e]
@@ -198,6 +212,7 @@ class OneToken(Heads):
                         scores[r, j * WARP + t % WARP] = held[j]
                         stat[2] = stat[2] + held[j]
                     stat[2] = warp_sum(stat[2])
+                    warp_barrier()
                     if t % WARP == 0:
                         found[r, 0] = stat[0]
                         found[r, 2] = T.exp(stat[1] - stat[0])
@@ -239,7 +254,7 @@ class OneToken(Heads):
         return weigh
 
     def _leave(self) -> Any:
-        vec, size = self.vec, self.steps * self.vec
+        vec, size, piece = self.vec, self.steps * self.vec, self.piece
 
         @T.inline
         def leave(acc, shares, found, sums, stats, row, splits, t):
@@ -248,7 +263,9 @@ class OneToken(Heads):
                 for step in T.unroll(self.steps):
                     c = T.meta_var(step * self.spread + t % self.spread)
                     if c < self.columns:
-                        shares[t // self.spread, r, ramp(c * vec, vec)] = acc[ramp(r * size + step * vec, vec)]
+                        for p in T.unroll(vec // piece):
+                            to = T.meta_var(ramp(c * vec + p * piece, piece))
+                            shares[t // self.spread, r, to] = acc[ramp(r * size + step * vec + p * piece, piece)]
             barrier()
             for n in range(-(-self.group * self.width // THREADS)):
                 at = T.meta_var(n * THREADS + t)

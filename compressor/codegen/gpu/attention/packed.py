@@ -10,10 +10,11 @@ from functools import partial
 import tvm
 from tvm.script import tirx as T
 
-from compressor.codegen.gpu.attention.kernels import before, causal, limits_of_tokens, store
+from compressor.codegen.gpu.attention.kernels import all_see, before, causal, limits_of_tokens, store
 from compressor.codegen.gpu.attention.merge import NewToken, merge_parts
 from compressor.codegen.gpu.attention.one_token import OneToken
 from compressor.codegen.gpu.attention.rows import CodedRows, DenseRows, PermutedRows
+from compressor.codegen.gpu.attention.split import RUN
 from compressor.codegen.gpu.attention.tiles import Tiles
 from compressor.codegen.gpu.intrinsics import WARP, atomic_max, barrier
 from compressor.codegen.kernels.attention.cached import Place
@@ -101,7 +102,7 @@ def packed_attention(
     size, repeat = fmt.row_bytes(width), heads // kv_heads
     coded = partial(CodedRows, width=width, fmt=fmt)
     one = OneToken(heads, kv_heads, width, scale, softcap, coded(None).unit)
-    many = Tiles(heads, kv_heads, width, scale, softcap, coded(None).unit)
+    many = Tiles(heads, kv_heads, width, scale, softcap, min(coded(None).unit, RUN))
     part, merge, attend = one.partial(), merge_parts(one), many.attend()
 
     @T.prim_func(s_tir=True, private=True)
@@ -124,7 +125,7 @@ def packed_attention(
         stored = T.meta_var([(k, k_cache), (v, v_cache)])
 
         if tokens == 1:
-            splits = T.meta_var(one.splits(capacity))
+            splits = T.meta_var(one.splits(capacity, batch))
             sums = T.alloc_buffer((batch * heads * splits, width), "float32")
             stats = T.alloc_buffer((batch * heads * splits, 2), "float32")
             past = T.meta_var(partial(before, position, window, 0))
@@ -133,9 +134,9 @@ def packed_attention(
             merge(query, token, out, v_order, past, None, sinks, splits, sums, stats, batch)
         else:
             store(*stored, place)
-            seen = T.meta_var(partial(causal, place, window, 0))
+            masks = T.meta_var((partial(causal, place, window, 0), partial(all_see, place, window, 0)))
             limits = T.meta_var(partial(limits_of_tokens, place, window, 0))
             rows = T.meta_var([query, coded(k_cache), coded(v_cache)])
-            attend(*rows, out, v_order, limits, None, seen, sinks, False, (batch, tokens))
+            attend(*rows, out, v_order, limits, None, masks, sinks, False, (batch, tokens))
 
     return kernel

@@ -8,9 +8,11 @@ from typing import Any, Protocol
 
 from tvm.script import tirx as T
 
+from compressor.codegen.gpu.memory import held, load_bytes, load_pair
 from compressor.codegen.kernels.vector import ramp
 from compressor.formats.cache import CacheFormat
 
+_RUN = 8  # codes that are loaded at once
 _E4M3_HALF = 2.0**8  # E4M3's fields in float16's places are a number so much smaller
 
 
@@ -79,40 +81,60 @@ class PermutedRows(_Channels):
 class CodedRows(_Channels):
     """Rows of a buffer uint8 [B, Hkv, T, row_bytes], in the layout of :mod:`compressor.formats.cache`.
 
-    Bytes are loaded one by one: rows do not begin at multiples of anything.
+    Rows do not begin at multiples of anything: several bytes come as words that hold them, shifted into place.
     """
 
     def __init__(self, buffer: Any, width: int, fmt: CacheFormat) -> None:
         self.buffer, self.width, self.fmt = buffer, width, fmt
         self.half = fmt.code_bytes(width)
-        self.unit = gcd(4, fmt.span(width)) if fmt.bits == 8 else gcd(4, fmt.span(width), self.half)
+        self.unit = gcd(_RUN, fmt.span(width)) if fmt.bits == 8 else gcd(_RUN, fmt.span(width), self.half)
 
     def one(self, b: Any, head: Any, token: Any, channel: Any) -> Any:
         """See :class:`Rows`."""
         scale = self._scale(b, head, token, channel // self.fmt.span(self.width))
-        return T.Cast("float32", self._code(b, head, token, channel)) * scale
+        is_high = channel >= self.half
+        at = T.Select(is_high, channel - self.half, channel) if self.fmt.bits == 4 else channel
+        word = T.Cast("int32", self.buffer[b, head, token, at])
+        return self._value(self._lowered(word, is_high), 0) * scale
 
-    def _code(self, b: Any, head: Any, token: Any, channel: Any) -> Any:
-        """Load the value of a code; of E4M3, a float16 that is smaller by a power of two."""
-        if self.fmt.bits == 4:
-            is_high = channel >= self.half
-            octet = self.buffer[b, head, token, T.Select(is_high, channel - self.half, channel)]
-            top = T.shift_left(T.Cast("int32", octet), T.Select(is_high, T.int32(24), T.int32(28)))
-            return T.shift_right(top, T.int32(28))  # arithmetic: the sign comes along
-        octet = self.buffer[b, head, token, channel]
+    def emit_load(self, to: Any, at: Sequence[Any], b: Any, head: Any, token: Any, channel: Any, count: int) -> None:
+        """See :class:`Rows`."""
+        if count % 4:
+            super().emit_load(to, at, b, head, token, channel, count)
+            return
+        words = T.alloc_buffer((count // 4,), "int32", scope="local")
+        is_high = channel >= self.half
+        first = T.Select(is_high, channel - self.half, channel) if self.fmt.bits == 4 else channel
+        load_bytes(T.address_of(words[0]), T.address_of(self.buffer[b, head, token, first]), count)
+        scale = held(self._scale(b, head, token, channel // self.fmt.span(self.width)))
+        for i in range(count // 4):
+            T.buffer_store(words, self._lowered(words[i], is_high), [i])
+        for e in range(count):
+            T.buffer_store(to, self._value(words[e // 4], 8 * (e % 4)) * scale, [*at[:-1], at[-1] + e])
+
+    def _lowered(self, word: Any, is_high: Any) -> Any:
+        """Move codes of four bits that are in the high half of their bytes to the low one."""
+        return T.Select(is_high, T.shift_right(word, T.int32(4)), word) if self.fmt.bits == 4 else word
+
+    def _value(self, word: Any, bit: int) -> Any:
+        """Return the value of the code from a bit of an int32 on; of E4M3, one that is smaller by a power of two."""
         if self.fmt.element is None:
-            return T.Cast("int32", T.reinterpret(octet, dtype="int8"))
-        code = T.Cast("uint16", octet)
+            top = T.shift_left(word, T.int32(32 - self.fmt.bits - bit))
+            return T.Cast("float32", T.shift_right(top, T.int32(32 - self.fmt.bits)))  # the sign comes along
+        code = T.Cast("uint16", T.bitwise_and(T.shift_right(word, T.int32(bit)), T.int32(0xFF)))
         sign = T.shift_left(T.bitwise_and(code, T.uint16(0x80)), T.uint16(8))
         rest = T.shift_left(T.bitwise_and(code, T.uint16(0x7F)), T.uint16(7))
-        return T.reinterpret(T.bitwise_or(sign, rest), dtype="float16")
+        return T.Cast("float32", T.reinterpret(T.bitwise_or(sign, rest), dtype="float16"))
 
     def _scale(self, b: Any, head: Any, token: Any, group: Any) -> Any:
         at = self.half + self.fmt.scale_bytes * group
-        low = T.Cast("int32", self.buffer[b, head, token, at])
         if self.fmt.scale_type == "E8M0":
+            low = T.Cast("int32", self.buffer[b, head, token, at])
             return T.reinterpret(T.shift_left(low, T.int32(23)), dtype="float32")
-        high = T.shift_left(T.Cast("int32", self.buffer[b, head, token, at + 1]), T.int32(8))
-        half = T.reinterpret(T.Cast("uint16", T.bitwise_or(low, high)), dtype="float16")
-        scale = T.Cast("float32", half)
+        if self.half % 2 == 0 and self.fmt.row_bytes(self.width) % 2 == 0:
+            both = load_pair(T.address_of(self.buffer[b, head, token, at]))
+        else:
+            low = T.Cast("int32", self.buffer[b, head, token, at])
+            both = T.bitwise_or(low, T.shift_left(T.Cast("int32", self.buffer[b, head, token, at + 1]), T.int32(8)))
+        scale = T.Cast("float32", T.reinterpret(T.Cast("uint16", both), dtype="float16"))
         return scale if self.fmt.element is None else scale * T.float32(_E4M3_HALF)

@@ -108,10 +108,15 @@ def dense_linear(
 
     Parameters of the result: as those of :func:`compressor.codegen.kernels.dense.dense_linear`.
     """
+    return linear_kernel(*dense_parts(out_features, in_features, storage, has_bias), schedule, None)
+
+
+def dense_parts(rows: int, columns: int, storage: str, has_bias: bool) -> tuple[DenseProducts, Operands]:
+    """Return what the kernel for a weight [rows, columns] is made of."""
     chunk = _BYTES // (4 if storage == "float32" else 2)
     fragments = Fragments(
-        columns=in_features, kind=_KINDS[storage], order=(0, 1, 2, 3), chunk_columns=chunk, lane_chunks=1,
-        group_columns=in_features, scale_columns=in_features, act=None,
+        columns=columns, kind=_KINDS[storage], order=(0, 1, 2, 3), chunk_columns=chunk, lane_chunks=1,
+        group_columns=columns, scale_columns=columns, act=None,
     )  # fmt: skip
-    operands = Operands([out_features], [{"weight": (storage, (out_features, in_features))}], has_bias, False)
-    return linear_kernel(DenseProducts(fragments, out_features), operands, schedule, None)
+    operands = Operands([rows], [{"weight": (storage, (rows, columns))}], has_bias, False)
+    return DenseProducts(fragments, rows), operands

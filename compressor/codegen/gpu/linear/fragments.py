@@ -36,6 +36,7 @@ class Fragments:
         order: of four columns, in registers of two.
         chunk_columns: columns that a lane loads together, a multiple of four.
         lane_chunks: chunks of a lane in one step.
+        step_groups: groups of a step, where they are smaller: each is multiplied with the others' columns left out.
         group_columns: columns that share both scales, of the weight and of integer activations.
         scale_columns: columns that share a scale of the weight.
         act: what activations are rounded to; None for floats as they come.
@@ -49,14 +50,19 @@ class Fragments:
     group_columns: int
     scale_columns: int
     act: Activations | None
+    step_groups: int = 1
 
     @classmethod
     def of(cls, fmt: Format, columns: int) -> Fragments | str:
         """Choose the longest step of which a format's group is a multiple; or say why there is none."""
+        return cls.cut(fmt, columns, fmt.columns(columns), fmt.chunk_columns)
+
+    @classmethod
+    def cut(cls, fmt: Format, columns: int, scale: int, chunk: int) -> Fragments | str:
+        """Do the same for columns of which ``scale`` share a scale, and ``chunk`` are loaded together."""
         integer, act = fmt.integer_products, fmt.activations
         size = act.group_size if act is not None and integer else 0
-        scale = fmt.columns(columns)
-        group, chunk = min(scale, size or scale), fmt.chunk_columns
+        group = min(scale, size or scale)
         kind: Kind = "int8" if integer else "float16"
         order = (0, 1, 2, 3) if integer else (0, 2, 1, 3)
         lane, least = max(1, 16 // (chunk * (1 if integer else 2))), max(1, 8 // chunk) if integer else 1
@@ -65,6 +71,8 @@ class Fragments:
                 return cls(columns, kind, order, chunk, lane, group, scale, act)
             lane //= 2
         step = LANES * least * chunk
+        if least == 1 and step // group in (2, LANES) and step % group == 0:
+            return cls(columns, kind, order, chunk, 1, group, scale, act, step // group)
         return f"groups of {group} columns of {fmt.name} on a GPU; use a multiple of {step}"
 
     @property
@@ -124,8 +132,16 @@ class Fragments:
 
     @property
     def group_steps(self) -> int:
-        """Steps of a group; all, where there is one."""
-        return self.steps if self.groups == 1 else self.group_columns // self.step_columns
+        """Steps of a group, at least one; all, where there is one group."""
+        return self.steps if self.groups == 1 else max(1, self.group_columns // self.step_columns)
+
+    def group(self, step: Any, inner: Any) -> Any:
+        """Return the group of a step's columns, the ``inner``-th where it has several."""
+        return step // self.group_steps * self.step_groups + inner
+
+    def inner_group(self, lane: Any) -> Any:
+        """Return which of a step's groups a lane's columns are in."""
+        return lane % LANES // (LANES // self.step_groups)
 
     @property
     def scale_groups(self) -> int:

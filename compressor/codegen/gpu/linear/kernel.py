@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tvm
@@ -18,40 +18,94 @@ from compressor.codegen.gpu.linear.shares import Streaming, Tiling
 from compressor.codegen.kernels.linear.prologue import Prologue, declare_inputs
 from compressor.codegen.kernels.linear.weights import by_token
 
-FEW = 16
-"""Tokens up to which the weight streams."""
+SOME, MANY = 16, 192
+"""Tokens up to which the weight streams, and up to which one block of tokens is small beside the weight."""
 PREPARING = 512
 """Threads that prepare a token."""
+SHARED_BYTES = 163 << 10
+"""Shared memory of a block on sm_80; later data centre GPUs have 227 KiB."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the tuner chooses: the kernels for one token, for 2 to 16, and for more."""
+    """What the tuner chooses; None is what suits the shape.
 
-    one: Streaming = field(default_factory=lambda: one_token_space()[0])
-    few: Streaming = field(default_factory=lambda: few_tokens_space()[0])
-    many: Tiling = field(default_factory=lambda: many_tokens_space()[0])
+    Attributes:
+        one: for one token.
+        few: as many tokens as one product takes: four of floats, eight of integers.
+        some: up to 16 tokens.
+        many: up to 192 tokens.
+        most: more tokens.
+    """
+
+    one: Streaming | None = None
+    few: Streaming | None = None
+    some: Streaming | None = None
+    many: Tiling | None = None
+    most: Tiling | None = None
+
+    def of_shape(self, tiles: int, fragments: Fragments) -> tuple[Streaming, Streaming, Streaming, Tiling, Tiling]:
+        """Return the schedule with what suits ``tiles`` tiles of rows where nothing was chosen."""
+        # Two blocks of 16 warps fill each of 132 multiprocessors; what one round takes needs no second.
+        one = Streaming(16, 528 if tiles <= 528 else 264, 8)
+        few, some = Streaming(8, 528, 4), Streaming(8, 264, 4, 1 if tiles <= 256 else 2)
+        if fragments.step_groups > 1:  # scales after every step: fewer sums leave room for them
+            many = most = Tiling(4, 1, 2, 1, 8, 3, 1)
+        elif fragments.integer:
+            many = Tiling(4, 1, 2, 1, 8, 3, 2) if tiles <= 512 else Tiling(2, 1, 2, 2, 8, 3, 1)
+            most = Tiling(4, 2, 1, 2, 8, 4, 2)
+        else:
+            many = Tiling(2, 1, 4, 2, 8, 2, 1) if tiles <= 512 else Tiling(4, 1, 1, 2, 8, 3, 2)
+            most = Tiling(4, 1, 1, 2, 8, 3, 2)
+        return self.one or one, self.few or few, self.some or some, self.many or many, self.most or most
 
 
 def one_token_space() -> list[Streaming]:
-    """Return what one token may take; the default first."""
+    """Return what one token may take."""
     shapes = (
-        (16, 264, 8), (8, 528, 8), (16, 264, 4), (8, 264, 8), (32, 132, 4), (16, 528, 8), (8, 1056, 4), (8, 528, 16),
+        (16, 264, 8), (8, 528, 8), (16, 264, 4), (16, 264, 16), (32, 132, 4), (16, 528, 8), (8, 1056, 8), (16, 132, 8),
     )  # fmt: skip
     return [Streaming(*shape) for shape in shapes]
 
 
 def few_tokens_space() -> list[Streaming]:
-    """Return what 2 to 16 tokens may take; the default first."""
-    shapes = ((8, 264, 4), (8, 528, 4), (16, 132, 4), (8, 264, 8), (4, 528, 4), (16, 264, 2), (8, 132, 8), (4, 1056, 8))
+    """Return what as many tokens as one product takes may take."""
+    shapes = (
+        (8, 528, 4),
+        (8, 264, 8),
+        (4, 1056, 8),
+        (16, 264, 4),
+        (8, 264, 4, 2),
+        (4, 528, 4, 2),
+        (8, 528, 8),
+        (16, 528, 8),
+    )
+    return [Streaming(*shape) for shape in shapes]
+
+
+def some_tokens_space() -> list[Streaming]:
+    """Return what more tokens, up to 16, may take."""
+    shapes = (
+        (8, 264, 4), (8, 264, 4, 2), (8, 264, 4, 4), (16, 132, 4, 2), (8, 264, 8, 2), (4, 528, 4, 2), (8, 132, 4, 4),
+        (8, 264, 2, 4),
+    )  # fmt: skip
     return [Streaming(*shape) for shape in shapes]
 
 
 def many_tokens_space() -> list[Tiling]:
-    """Return what more tokens may take; the default first."""
+    """Return what up to 192 tokens may take."""
     shapes = (
-        (2, 1, 2, 2, 8, 3, 1), (4, 1, 1, 2, 8, 3, 2), (4, 2, 1, 2, 8, 3, 1), (2, 2, 2, 2, 8, 3, 1),
-        (4, 1, 2, 2, 8, 3, 1), (2, 1, 4, 2, 8, 2, 1), (4, 2, 1, 2, 8, 4, 2), (4, 1, 2, 1, 8, 3, 2),
+        (2, 1, 4, 2, 8, 2, 1), (4, 1, 1, 2, 8, 3, 2), (4, 1, 2, 1, 8, 3, 2), (2, 1, 2, 2, 8, 3, 1),
+        (2, 1, 4, 2, 8, 2, 2), (2, 1, 4, 1, 8, 3, 2), (2, 1, 4, 2, 4, 3, 2), (4, 1, 4, 1, 8, 2, 1),
+    )  # fmt: skip
+    return [Tiling(*shape) for shape in shapes]
+
+
+def most_tokens_space() -> list[Tiling]:
+    """Return what more tokens may take."""
+    shapes = (
+        (4, 1, 1, 2, 8, 3, 2), (4, 2, 1, 2, 8, 4, 2), (4, 2, 1, 2, 8, 2, 2), (8, 1, 1, 2, 8, 3, 2),
+        (2, 2, 1, 2, 8, 3, 2), (4, 1, 1, 2, 8, 4, 1), (4, 1, 1, 2, 8, 2, 4), (2, 4, 1, 2, 8, 2, 2),
     )  # fmt: skip
     return [Tiling(*shape) for shape in shapes]
 
@@ -63,13 +117,15 @@ def linear_kernel(
     tokens.
     """
     fragments = products.fragments
-    one = FewTokens(products, operands, schedule.one, 1, True)
-    least = FewTokens(products, operands, schedule.few, 1, False)
-    few = FewTokens(products, operands, schedule.few, FEW * fragments.halves // 8, False)
-    many = ManyTokens(products, operands, schedule.many)
-    prepare_many, run_many = preparing(fragments, prologue, many.all_steps, many.index, operands), many.macro()
-    run_one, run_least, run_few = (kernel.macro(prologue if kernel.is_one else None) for kernel in (one, least, few))
-    prepare_least, prepare_few = (preparing(fragments, prologue, k.steps, k.index, operands) for k in (least, few))
+    shares = schedule.of_shape(sum(operands.tiles), fragments)
+    counts = (1, 8 // fragments.halves, SOME)
+    one, few, some = (FewTokens(products, operands, *pair) for pair in zip(shares[:3], counts, strict=True))
+    many, most = (fitting(products, operands, tiling) for tiling in shares[3:])
+    run_one, run_few, run_some = one.macro(prologue), few.macro(None), some.macro(None)
+    run_many, run_most = many.macro(), most.macro()
+    prepare_few, prepare_some, prepare_many, prepare_most = (
+        preparing(fragments, prologue, one.all_steps, one.index, operands) for one in (few, some, many, most)
+    )
 
     @T.prim_func(s_tir=True, private=True)
     def kernel() -> None:
@@ -81,24 +137,50 @@ def linear_kernel(
         given = T.meta_var([by_token(buffer) for buffer in given3])
         if d0 * d1 == 1:
             run_one(given, norm, None, None, tokens)
-        elif d0 * d1 <= least.tokens:
-            words = T.alloc_buffer((least.room,), "uint32")
-            factor = T.alloc_buffer((least.tokens, fragments.act_groups), "float32")
-            prepare_least(given, norm, words, factor, tokens)
-            run_least(given, norm, words, factor, tokens)
         elif d0 * d1 <= few.tokens:
             words = T.alloc_buffer((few.room,), "uint32")
             factor = T.alloc_buffer((few.tokens, fragments.act_groups), "float32")
             prepare_few(given, norm, words, factor, tokens)
             run_few(given, norm, words, factor, tokens)
-        else:
+        elif d0 * d1 <= SOME:
+            words = T.alloc_buffer((some.room,), "uint32")
+            factor = T.alloc_buffer((SOME, fragments.act_groups), "float32")
+            prepare_some(given, norm, words, factor, tokens)
+            run_some(given, norm, words, factor, tokens)
+        elif d0 * d1 <= MANY:
             words = T.alloc_buffer((many.room(d0 * d1),), "uint32")
-            slots = T.meta_var((d0 * d1 + (many.tiling.tokens - 1)) // many.tiling.tokens * many.tiling.tokens)
-            factor = T.alloc_buffer((slots, fragments.act_groups), "float32")
+            factor = T.alloc_buffer((many.slots(d0 * d1), fragments.act_groups), "float32")
             prepare_many(given, norm, words, factor, tokens)
             run_many(words, factor, tokens)
+        else:
+            words = T.alloc_buffer((most.room(d0 * d1),), "uint32")
+            factor = T.alloc_buffer((most.slots(d0 * d1), fragments.act_groups), "float32")
+            prepare_most(given, norm, words, factor, tokens)
+            run_most(words, factor, tokens)
 
     return kernel
+
+
+def fitting(products: Statements, operands: Operands, tiling: Tiling) -> ManyTokens:
+    """Return the kernel for many tokens with as many stages, then column warps, then blocks of tokens, of those asked
+    for as shared memory has room for.
+    """
+    kernel = ManyTokens(products, operands, tiling)
+    while shared_bytes(kernel) > SHARED_BYTES:
+        if tiling.stages > 2:
+            tiling = replace(tiling, stages=tiling.stages - 1)
+        elif tiling.column_warps > 1:
+            tiling = replace(tiling, column_warps=tiling.column_warps // 2)
+        else:
+            assert tiling.token_blocks > 1
+            tiling = replace(tiling, token_blocks=tiling.token_blocks // 2)
+        kernel = ManyTokens(products, operands, tiling)
+    return kernel
+
+
+def shared_bytes(kernel: ManyTokens) -> int:
+    """Return the bytes of shared memory of a block."""
+    return 4 * max(kernel.tiling.stages * kernel.stage_words, kernel.parts_words)
 
 
 def preparing(fragments: Fragments, prologue: Prologue | None, steps: int, index: Any, operands: Operands) -> Any:

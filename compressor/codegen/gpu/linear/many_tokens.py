@@ -62,10 +62,13 @@ class ManyTokens:
         place = ((token // 8 * self.all_steps + step) * f.halves + half) * f.vectors + vector
         return (place * WARP + token % 8 * LANES + lane) * f.vector + word
 
+    def slots(self, tokens: Any) -> Any:
+        """Round a number of tokens up to whole blocks."""
+        return (tokens + (self.tiling.tokens - 1)) // self.tiling.tokens * self.tiling.tokens
+
     def room(self, tokens: Any) -> Any:
         """Words of all activations, with blocks filled up."""
-        blocks = (tokens + (self.tiling.tokens - 1)) // self.tiling.tokens
-        return blocks * (self.token_blocks * self.all_steps * self.block_words)
+        return self.slots(tokens) // 8 * (self.all_steps * self.block_words)
 
     def copy_stage(self, to: Any, words: Any, first: Any, turn: Any, thread: Any) -> None:
         """Begin to copy a stage: of each column warp and block of tokens, a run of steps."""
@@ -91,14 +94,21 @@ class ManyTokens:
 
     def load_scales(self, local: Any, where: Any, tiles: list[Any], step: Any, lane: Any) -> None:
         """Load the scales and zero points of a stage's groups."""
-        loads, count = self.products.loads, self.tiling.row_tiles
+        loads, f = self.products.loads, self.fragments
         for piece in range(self.pieces):
-            group = (step + piece * self.piece) // self.fragments.group_steps
-            for n, tile in enumerate(tiles):
-                loads.scales(local.raw, self.raws + piece * count + n, where, tile, group, lane)
-                loads.zeros(local.raw, self.raws + (self.pieces + piece) * count + n, where, tile, group, lane)
+            at = step + piece * self.piece
+            for inner in range(f.step_groups):
+                for n, tile in enumerate(tiles):
+                    slot = self.raws + self.slot(piece, inner, n)
+                    loads.scales(local.raw, slot, where, tile, f.group(at, inner), lane)
+                    group = f.group(at, f.inner_group(lane))  # zero points are of the lane's own columns
+                    loads.zeros(local.raw, slot + self.raws // 2, where, tile, group, lane)
 
-    def multiply(self, local: Any, stage: Any, base: Any, lane: Any, s: int) -> None:
+    def slot(self, piece: int, inner: int, tile: int) -> int:
+        """Return which register has the scales of a piece's group."""
+        return (piece * self.fragments.step_groups + inner) * self.tiling.row_tiles + tile
+
+    def multiply(self, local: Any, stage: Any, base: Any, lane: Any, s: int, inner: int) -> None:
         """Multiply one step of a stage: the codes of all tiles by all blocks of tokens of the warp."""
         products, f, tiling = self.products, self.fragments, self.tiling
         loads = products.loads
@@ -110,6 +120,7 @@ class ManyTokens:
                     at = products.operand * (i * tiling.row_tiles + n)
                     constants = n * products.constants
                     products.expand(local.a, at, local.words, slot, vector * per_vector + i, local.constants, constants)
+                    products.leave_out(local.a, at, lane, inner)
             for block in range(tiling.token_blocks):
                 for half in range(f.halves):
                     place = ((block * self.stage + s) * f.halves + half) * f.vectors + vector
@@ -125,20 +136,20 @@ class ManyTokens:
         """Take the zero points of a piece's group."""
         count = self.tiling.row_tiles
         for n in range(count if self.products.constants else 0):
-            raw = local.raw[(self.pieces + piece) * count + n]
+            raw = local.raw[self.raws // 2 + self.slot(piece, 0, n)]
             self.products.store_constants(local.constants, n * self.products.constants, raw)
 
-    def finish_group(self, local: Any, factor: Any, token: Any, step: Any, lane: Any, piece: int) -> None:
+    def finish_group(self, local: Any, factor: Any, token: Any, step: Any, lane: Any, piece: int, inner: int) -> None:
         """Add a group's sums, scaled, to the outputs, and begin anew."""
         products, f, tiling = self.products, self.fragments, self.tiling
         for n in range(tiling.row_tiles):
-            scales = [held(products.scale(local.raw[piece * tiling.row_tiles + n], row)) for row in range(2)]
+            scales = [held(products.scale(local.raw[self.slot(piece, inner, n)], row)) for row in range(2)]
             for block in range(tiling.token_blocks):
                 sums = (block * tiling.row_tiles + n) * products.sums
                 for i in range(4):
                     value = products.total(local.sums, sums, i) * scales[i // 2]
                     if f.act_span:
-                        group = T.min((step + piece * self.piece) // f.group_steps, f.groups - 1) // f.act_span
+                        group = T.min(f.group(step + piece * self.piece, inner), f.groups - 1) // f.act_span
                         value = value * factor[token + 8 * block + lane % LANES * 2 + i % 2, group]
                     place = 4 * (block * tiling.row_tiles + n) + i
                     T.buffer_store(local.out, local.out[place] + value, [place])
@@ -180,10 +191,10 @@ class ManyTokens:
                     self.turn(local, where[0], tiles, memory, base, turn, step, lane, factor, token)
                     if is_grouped:
                         if turn % self.group_turns == self.group_turns - 1:
-                            self.finish_group(local, factor, token, step, lane, 0)
+                            self.finish_group(local, factor, token, step, lane, 0, 0)
                     self.take_next(local)
                 if self.is_channel:
-                    self.finish_group(local, factor, token, first, lane, 0)
+                    self.finish_group(local, factor, token, first, lane, 0, 0)
                 wait_copies(0)
                 if columns > 1:
                     T.tvm_storage_sync("shared.dyn")
@@ -232,16 +243,18 @@ class ManyTokens:
         for s in range(self.stage):
             if s % self.piece == 0:
                 self.start_piece(local, s // self.piece)
-            self.multiply(local, memory, base, lane, s)
+            is_end = s % self.piece == self.piece - 1 and self.group_turns == 1 and not self.is_channel
+            for inner in range(self.fragments.step_groups):
+                self.multiply(local, memory, base, lane, s, inner)
+                if is_end:
+                    self.finish_group(local, factor, token, step, lane, s // self.piece, inner)
             with T.If(turn + 1 < self.turns), T.Then():
                 self.load_codes(local, weight, tiles, step + self.stage, lane, s)
-            if s % self.piece == self.piece - 1 and self.group_turns == 1 and not self.is_channel:
-                self.finish_group(local, factor, token, step, lane, s // self.piece)
 
     @property
     def raws(self) -> int:
         """Registers of a stage's scales and zero points."""
-        return 2 * self.pieces * self.tiling.row_tiles
+        return 2 * self.pieces * self.fragments.step_groups * self.tiling.row_tiles
 
     @property
     def parts_words(self) -> int:

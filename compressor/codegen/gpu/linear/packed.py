@@ -37,7 +37,15 @@ def fused_linear(
 
     Parameters of the result: as those of :func:`compressor.codegen.kernels.linear.packed.fused_linear`.
     """
+    assert not supports(fmt)
+    return linear_kernel(*packed_parts(rows, columns, fmt, has_bias, has_residual), schedule, prologue)
+
+
+def packed_parts(
+    rows: Sequence[int], columns: int, fmt: Format, has_bias: bool, has_residual: bool
+) -> tuple[Products, Operands]:
+    """Return what the kernel for weights [rows, columns] is made of."""
     fragments = Fragments.of(fmt, columns)
-    assert not supports(fmt) and isinstance(fragments, Fragments)
+    assert isinstance(fragments, Fragments)
     operands = Operands(rows, [fmt.parts(n, columns) for n in rows], has_bias, has_residual)
-    return linear_kernel(Products(fragments, fmt), operands, schedule, prologue)
+    return Products(fragments, fmt), operands

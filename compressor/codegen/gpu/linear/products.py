@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tvm.script import tirx as T
 
-from compressor.codegen.gpu.halves import low_half, pick_bytes, subtract_halves
+from compressor.codegen.gpu.halves import low_half, multiply_add_halves, pick_bytes, subtract_halves
 from compressor.codegen.gpu.linear.fragments import Fragments
 from compressor.codegen.gpu.linear.operands import Loads, PackedLoads
 from compressor.codegen.gpu.linear.tensor_cores import product_bytes, product_halves
@@ -27,8 +27,8 @@ def supports(fmt: Format) -> str:
     """Say what tensor cores cannot read of a format; an empty text if they read all."""
     if fmt.extras:
         return f"packed linears on a GPU do not read what {', '.join(e.suffix for e in fmt.extras)} stores"
-    if fmt.codebook or (fmt.element is not None and not fmt.element.is_float):
-        return f"packed linears on a GPU have no tables of values, as {fmt.name} has"
+    if fmt.codebook:
+        return f"packed linears on a GPU have no tables of values for each row, as {fmt.name} has"
     if fmt.integer_products and fmt.bits == 8 and isinstance(fmt.weights, BitPlanes):
         return f"packed linears on a GPU multiply planes of at most 7 bits by integers; {fmt.name} has 8"
     return ""
@@ -74,6 +74,12 @@ class Statements(ABC):
         """Decode a row's scale, times what :meth:`expand` leaves out."""
         return T.float32(1)
 
+    def leave_out(self, a: Any, at: int, lane: Any, inner: int) -> None:
+        """Set operand A to zero in lanes whose columns are in another group of the step than the ``inner``-th."""
+        f = self.fragments
+        for i in range(at, at + self.operand if f.step_groups > 1 else at):
+            T.buffer_store(a, T.if_then_else(f.inner_group(lane) == inner, a[i], T.uint32(0)), [i])
+
     def clear(self, sums: Any, at: int) -> None:
         """Set the sums of one block of tokens to zero."""
         for i in range(self.sums):
@@ -98,14 +104,21 @@ class Products(Statements):
         self.is_high = self.integer and (self.is_bipolar or (isinstance(weights, Integers) and weights.symmetric))
         self.is_unsigned = self.integer and not self.is_high and self.fmt.bits == 8 and self.has_zeros
         # A lane gives a product four or eight columns.
-        self.per_step = fragments.lane_chunks * self.fmt.chunk_columns // (8 if self.integer else 4)
-        self.constants = 2 if self.has_zeros else 0
+        self.per_step = fragments.lane_chunks * fragments.chunk_columns // (8 if self.integer else 4)
+        is_code = isinstance(weights, Integers) and not self.integer
+        self.is_nibbles = is_code and self.fmt.planes == (4,)  # one mask takes codes out of their words
+        self.constants = (4 if self.is_nibbles else 2) if self.has_zeros else 0
         self.sums = 8 if self.is_unsigned else 4
+        element = self.fmt.element
+        self.operand = 8 if element is not None and not element.is_float else 4  # values of a table are two float16
 
     def _quad(self, words: Any, slot: int, quad: int, row: int, high: bool) -> Any:
         """Return four columns' codes of a row, one a byte, at the bottom of the bytes or the top."""
+        return self.stored_quad(words, slot, *divmod(quad, self.fragments.quads), row, high)
+
+    def stored_quad(self, words: Any, slot: int, chunk: int, inner: int, row: int, high: bool) -> Any:
+        """Return four neighbouring codes of a lane's chunk, as they are stored."""
         fmt = self.fmt
-        chunk, inner = divmod(quad, self.fragments.quads)
         result, first = None, 0
         offset = 8 - fmt.bits if high else 0
         for width in fmt.planes:
@@ -123,10 +136,13 @@ class Products(Statements):
 
     def store_constants(self, constants: Any, at: int, raw: Any) -> None:
         """Store what the codes of two rows are compared with: of their zero points, one a byte of ``raw``."""
-        for row in range(self.constants):
+        for row in range(2 if self.has_zeros else 0):
             zero = T.bitwise_and(T.shift_right(T.reinterpret(raw, dtype="uint32"), T.uint32(8 * row)), T.uint32(255))
             if not self.integer:
                 value = (zero + T.uint32(_THOUSAND)) * T.uint32(0x10001)
+                if self.is_nibbles:  # -(64 + zero): from 64 to 128, a step is 16 of the mantissa's last
+                    more = (T.shift_left(zero, T.uint32(4)) + T.uint32(0xD400)) * T.uint32(0x10001)
+                    T.buffer_store(constants, more, [at + 2 + row])
             elif self.is_unsigned:
                 value = zero * T.uint32(0x01010101)
             else:
@@ -141,9 +157,20 @@ class Products(Statements):
                     quad = self._quad(words, slot, 2 * product + part, row, self.is_high)
                     T.buffer_store(to, self._to_bytes(quad, constants, first + row), [at + 2 * part + row])
             return
-        is_float = self.fmt.element is not None
+        element = self.fmt.element
+        is_float = element is not None and element.is_float
         for row in range(2):
+            if self.is_nibbles:
+                word = words[slot + 2 * (product // 2) + row]
+                for part in range(2):
+                    halves = self._nibbles(word, product % 2, part, constants, first + row)
+                    T.buffer_store(to, halves, [at + 2 * part + row])
+                continue
             quad = held(self._quad(words, slot, product, row, is_float))
+            if element is not None and not is_float:
+                for i, halves in enumerate(self._look_up(quad)):
+                    T.buffer_store(to, halves, [at + 4 * (i // 2) + 2 * (i % 2) + row])
+                continue
             for part in range(2):
                 halves = self._to_float(quad, part) if is_float else self._to_halves(quad, part, constants, first + row)
                 T.buffer_store(to, halves, [at + 2 * part + row])
@@ -171,6 +198,21 @@ class Products(Statements):
             return subtract_halves(subtract_halves(value, T.uint32(_THOUSAND * 0x10001)), T.uint32(bits))
         return subtract_halves(value, T.uint32((_THOUSAND + int(zero)) * 0x10001))
 
+    def _nibbles(self, word: Any, is_high: int, part: int, constants: Any, at: int) -> Any:
+        """Return two codes of four bits less their zero point: the last bits of 1024 and above, or 16 times as much."""
+        bits = T.reinterpret(word, dtype="uint32")
+        bits = T.shift_right(bits, T.uint32(8)) if part else bits
+        value = T.bitwise_or(
+            T.bitwise_and(bits, T.uint32(0x00F000F0 if is_high else 0x000F000F)), T.uint32(_THOUSAND * 0x10001)
+        )
+        zero = int(self.fmt.zero_point)
+        if not is_high:
+            less = constants[at] if self.has_zeros else T.uint32((_THOUSAND + zero) * 0x10001)
+            return subtract_halves(value, less)
+        sixty_four = T.uint32(int(np.float16(-64 - zero).view(np.uint16)) * 0x10001)
+        more = constants[at + 2] if self.has_zeros else sixty_four
+        return multiply_add_halves(value, T.uint32(0x2C002C00), more)
+
     def _to_float(self, quad: Any, part: int) -> Any:
         """Return small floats, whose sign is their byte's highest bit, with their fields in float16's places."""
         element = self.fmt.element
@@ -182,15 +224,41 @@ class Products(Statements):
         size = T.shift_right(T.bitwise_and(value, T.uint32(0x7F007F00)), T.uint32(down))
         return T.bitwise_or(size, T.bitwise_and(value, T.uint32(0x80008000)))
 
+    def _look_up(self, quad: Any) -> list[Any]:
+        """Return the values of four codes of four bits: columns 0 and 2, 1 and 3, as float16, and what they leave.
+
+        Two bytes of a value come from tables of 16 bytes in registers, of which a byte's lower three bits choose one of
+        eight, and the fourth bit one of two.
+        """
+        element = self.fmt.element
+        assert element is not None
+        values = np.array(element.values, np.float32)
+        first = values.astype(np.float16)
+        pairs = T.bitwise_or(quad, T.shift_right(quad, T.uint32(4)))
+        chosen = held(T.bitwise_and(pick_bytes(pairs, T.uint32(0), 0x4420), T.uint32(0x7777)))
+        above = held(T.bitwise_and(T.shift_right(quad, T.uint32(3)), T.uint32(0x01010101)) * T.uint32(255))
+        found = []
+        for numbers in (first, (values - first).astype(np.float16)):
+            table = numbers.view(np.uint8).reshape(16, 2)
+            both = []
+            for byte in range(2):
+                words = [T.uint32(int(word)) for word in np.ascontiguousarray(table[:, byte]).view(np.uint32)]
+                low, high = pick_bytes(words[0], words[1], chosen), pick_bytes(words[2], words[3], chosen)
+                kept = T.bitwise_and(low, T.bitwise_not(above))
+                both.append(held(T.bitwise_or(kept, T.bitwise_and(high, above))))
+            found += [pick_bytes(both[0], both[1], 0x6240), pick_bytes(both[0], both[1], 0x7351)]
+        return found
+
     def multiply(self, sums: Any, at: int, a: Any, first: int, b: Any, operand: int, constants: Any, row: int) -> None:
         """Add one product to four sums from ``sums[at]`` on; where codes are unsigned, that of their zero points to the
         next four.
         """
         right = [b[operand + i] for i in range(2)]
-        left = [a[first + i] for i in range(4)]
         if not self.integer:
-            product_halves(T.address_of(sums[at]), left, right)
+            for i in range(0, self.operand, 4):
+                product_halves(T.address_of(sums[at]), [a[first + i + j] for j in range(4)], right)
             return
+        left = [a[first + i] for i in range(4)]
         product_bytes(T.address_of(sums[at]), left, right, is_unsigned=self.is_unsigned)
         if self.is_unsigned:
             zeros = [constants[row], constants[row + 1]] * 2

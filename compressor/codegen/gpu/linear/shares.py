@@ -15,11 +15,13 @@ class Streaming:
         warps: of a block, at most 32.
         blocks: at most; two blocks of 16 warps fill a multiprocessor.
         loads: steps whose codes a warp has asked for before it multiplies the first.
+        tiles: that a block multiplies by the same activations at once.
     """
 
     warps: int
     blocks: int
     loads: int
+    tiles: int = 1
 
 
 @dataclass(frozen=True)

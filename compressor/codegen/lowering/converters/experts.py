@@ -10,8 +10,6 @@ import tvm
 from torch import fx
 from tvm import relax
 
-from compressor.codegen.kernels import dense as dense_linear
-from compressor.codegen.kernels import experts
 from compressor.codegen.kernels.experts import Routing
 from compressor.codegen.lowering.converters.linears import LinearConverter, dense_linear_name, packed_linear_name
 from compressor.formats.format import Format
@@ -28,8 +26,7 @@ class ExpertConverter(LinearConverter):
         name = f"routed_{routing.name}_{dense_linear_name(rows, columns, storage, bias is not None)}"
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
-            step = dense_linear.gemv_space()[0].gemv_rows
-            func = experts.dense_routed_linear(routing, rows, columns, storage, bias is not None, step)
+            func = self.kernels.dense_routed(routing, rows, columns, storage, bias is not None)
             return func, {"family": "routed_linear"}
 
         operands = [x, index, weight, *([] if bias is None else [bias])]
@@ -44,10 +41,12 @@ class ExpertConverter(LinearConverter):
         name = f"routed_{routing.name}_{packed_linear_name(f'{rows}x{columns}', fmt, has_bias)}"
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
-            schedule = self._schedule(rows, columns, fmt, has_bias)
-            func = experts.packed_routed_linear(routing, rows, columns, fmt, has_bias, self.isa, schedule)
-            details = {"family": "packed_routed_linear", "format": fmt.name, "schedule": dataclasses.asdict(schedule)}
-            return func, details
+            details: dict[str, Any] = {"family": "packed_routed_linear", "format": fmt.name}
+            if any(fmt.extra(extra) is not None for extra in self.kernels.others):
+                return self.kernels.packed_routed(routing, rows, columns, fmt, has_bias, None), details
+            schedule, _ = self._schedule(rows, columns, fmt, has_bias)
+            details["schedule"] = dataclasses.asdict(schedule)
+            return self.kernels.packed_routed(routing, rows, columns, fmt, has_bias, schedule), details
 
         return self._call(importer, name, make, [x, index, *parts, *([bias] if has_bias else [])], index, rows)
 

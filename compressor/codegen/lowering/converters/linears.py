@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any, cast
 
@@ -16,28 +17,25 @@ from compressor.codegen.kernels.convolution import depthwise, patches
 from compressor.codegen.kernels.convolution import kernel as convolution
 from compressor.codegen.kernels.linear.prologue import Prologue
 from compressor.codegen.lowering.convolutions import geometry_of
-from compressor.codegen.lowering.kernel_set import KernelSet
+from compressor.codegen.lowering.kernel_set import Choice, KernelSet
 from compressor.codegen.tuning import Tuner
 from compressor.errors import UsageError
 from compressor.formats.format import Format
-from compressor.formats.parts import TILE_ROWS, TIMING_FILL
+from compressor.formats.parts import TIMING_FILL
 from compressor.ops.patches import outputs
-
-TUNED_TOKENS = 64
-"""Schedules are chosen for one token, and then for so many."""
-
 
 _OPAQUE = 8  # of TVM's kinds of functions: it is not fused with others, whatever TVM takes it for
 
 
 def dense_linear_name(rows: int, columns: int, storage: str, has_bias: bool) -> str:
-    """Return the kernel's name; with ``:1`` or ``:64`` for the tokens, its name in the database of schedules."""
+    """Return the kernel's name; with ``:1`` and so on for the tokens, its name in the database of schedules."""
     return f"dense_linear_{rows}x{columns}_{storage}{'_bias' if has_bias else ''}"
 
 
 def packed_linear_name(shape: str, fmt: Format, has_bias: bool) -> str:
     """Return a packed linear's name, as :func:`dense_linear_name`; ``shape`` is rows (of each weight) x columns."""
-    name = fmt.name.replace(".", "p").replace("@", "_zero")  # linkers take what follows an @ for a version
+    # Linkers take what follows an @ for a version, and a function of CUDA has a name of C.
+    name = fmt.name.replace(".", "p").replace("@", "_zero").replace(":", "of")
     return f"packed_linear_{shape}_{name}{'_bias' if has_bias else ''}"
 
 
@@ -79,11 +77,9 @@ class LinearConverter:
             return [*arrays, *_zeros(has_bias, rows), np.zeros((1, tokens, rows), "float32")]
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
-            first = self._choose(f"{name}:1", self.kernels.dense.first(), build, lambda: operands(1))
-            space = self.kernels.dense.many(first)
-            many = f"{name}:{TUNED_TOKENS}"
-            schedule = self._choose(many, space, build, lambda: operands(TUNED_TOKENS))
-            return build(schedule), {"family": "dense_linear", "schedule": dataclasses.asdict(schedule)}
+            choices = self.kernels.dense.choices(rows, columns, storage)
+            schedule, details = self._choose(name, choices, build, operands)
+            return build(schedule), {"family": "dense_linear", "schedule": dataclasses.asdict(schedule), **details}
 
         return self.rowwise(importer, name, make, x, [weight, *([bias] if has_bias else [])], rows)
 
@@ -127,8 +123,9 @@ class LinearConverter:
             own = next((kernel for extra, kernel in others if fmt.extra(extra) is not None), None)
             if own is not None:
                 return own(*given, **ends), details
-            schedule = self.kernels.packed.common(self._schedule(rows[0], columns, fmt, has_bias), rows, fmt)
-            details["schedule"] = dataclasses.asdict(schedule)
+            chosen, reasons = self._schedule(rows[0], columns, fmt, has_bias)
+            schedule = self.kernels.packed.common(chosen, rows, fmt)
+            details |= {"schedule": dataclasses.asdict(schedule), **reasons}
             return self.kernels.packed.make(*given, schedule, **ends), details
 
         stored = [part for parts, bias, _ in weights for part in (*parts, *([bias] if has_bias else []))]
@@ -136,9 +133,9 @@ class LinearConverter:
         operands = [*(_folded(importer, x) for x in inputs), *vectors, *stored, *added]
         return _call_by_row(importer, self.kernel(importer, name, make), operands, list(inputs[0].ty.shape)[:-1], rows)
 
-    def _schedule(self, rows: int, columns: int, fmt: Format, has_bias: bool) -> Any:
-        """Let the tuner choose a schedule for a weight alone."""
-        tiles, name = -(-rows // TILE_ROWS), packed_linear_name(f"{rows}x{columns}", fmt, has_bias)
+    def _schedule(self, rows: int, columns: int, fmt: Format, has_bias: bool) -> tuple[Any, dict[str, Any]]:
+        """Let the tuner choose a schedule for a weight alone; return it, and fields of the kernel's record."""
+        name = packed_linear_name(f"{rows}x{columns}", fmt, has_bias)
 
         def build(schedule: Any) -> tvm.tirx.PrimFunc:
             return self.kernels.packed.make([rows], columns, fmt, has_bias, schedule)
@@ -153,10 +150,7 @@ class LinearConverter:
                     arrays.append(np.full(shape, fill, kind))
             return [*arrays, *_zeros(has_bias, rows), np.zeros((1, tokens, rows), "float32")]
 
-        first = self._choose(f"{name}:1", self.kernels.packed.first(tiles), build, lambda: operands(1))
-        space = self.kernels.packed.many(tiles, first, fmt)
-        many = f"{name}:{TUNED_TOKENS}"
-        return self._choose(many, space, build, lambda: operands(TUNED_TOKENS))
+        return self._choose(name, self.kernels.packed.choices(rows, columns, fmt), build, operands)
 
     def _count_packed(self, elements: int) -> None:
         self.smallest_packed = min(elements, self.smallest_packed or elements)
@@ -212,8 +206,17 @@ class LinearConverter:
         reason = depthwise.supports(fmt, channels // columns) or "it reads other rows than patches of images"
         raise UsageError(f"{node.name}: a depthwise convolution without a kernel: {reason}")
 
-    def _choose(self, kernel: str, space: Sequence[Any], build: Any, operands: Any) -> Any:
-        return self.tuner.choose(kernel, space, build, operands)
+    def _choose(
+        self, name: str, choices: Sequence[Choice], build: Any, operands: Callable[[int], list[Any]]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Let the tuner make a kernel's choices; return the schedule, and fields of the kernel's record."""
+        schedule: Any = None
+        kernels = [f"{name}:{choice.tokens}" for choice in choices]
+        for kernel, choice in zip(kernels, choices, strict=True):
+            given = partial(operands, choice.tokens)
+            schedule = self.tuner.choose(kernel, choice.space(schedule), build, given, choice.estimate)
+        reasons = {kernel.rpartition(":")[2]: reason for kernel, reason in self.tuner.reasons(kernels).items()}
+        return schedule, {"schedule_chosen": reasons} if reasons else {}
 
     def rowwise(self, importer: Any, name: str, make: Any, x: Any, weights: list[Any], width: int) -> Any:
         """Call a kernel over the last dimension."""

@@ -98,10 +98,23 @@ class Gpu:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Let this thread call kernels on the stream within the block."""
+        """Let this thread call kernels on the stream within the block.
+
+        Raises:
+            BundleError: the GPU's memory does not hold what they compute in.
+        """
         self.driver.use()
         with tvm_ffi.use_raw_stream(self._device, self.stream):
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                if "out of memory" not in str(error):
+                    raise
+                free, total = self.driver.memory()
+                raise BundleError(
+                    f"{self.name}: the GPU's memory does not hold what is computed in between: {free} of {total} bytes "
+                    "are free; give fewer tokens at once, or end what else uses the GPU"
+                ) from error
 
     def read_bandwidth(self, _vm: Any, size_bytes: int, repeats: int) -> float:
         """Return the bytes per second, read and written, of copies within the GPU's memory; the best of the repeats."""

@@ -76,8 +76,8 @@ class RecordedStep:
     def __init__(self, recorder: Recorder, ids: NDArray[np.int64], position: int, kept: Sequence[Any]) -> None:
         self._recorder, self._kept, gpu, batch = recorder, tuple(kept), recorder.gpu, len(ids)
         self._graph = self._pinned = 0
-        self._inputs = [gpu.put(given) for given in (ids, np.array([position]), np.array([0]))]
         self._thread = ThreadPoolExecutor(1, "compressor-graph")
+        self._inputs = [gpu.put(given) for given in (ids, np.array([position]), np.array([0]))]
         self._thread.submit(self._record).result()
         self._output_shape = tuple(int(n) for n in self._output.shape)
         output_bytes = 4 * int(np.prod(self._output_shape))

@@ -8,10 +8,15 @@ import lockstep
 import numpy as np
 import pytest
 import torch
-from kernel_cases import OPS, TOLERANCE, check_special, relative_error, special_attention
+from kernel_cases import OPS, SPLIT, TOLERANCE, check_special, relative_error, special_attention
 from lockstep import build, run
 
 from compressor.codegen.gpu.attention import kernels
+
+
+def close(new: int) -> float:
+    """Return how close outputs of so many tokens are: several go through tensor cores."""
+    return TOLERANCE if new == 1 else SPLIT
 
 
 def check_cached(
@@ -32,7 +37,7 @@ def check_cached(
         out = np.full((2, new, heads, width), np.nan, np.float32)
         results = kernel(q, k, v, *caches, position, sinks, out)
         expected = OPS.cached_attention(q, k, v, *caches, position, width**-0.5, window, softcap, sinks)
-        assert relative_error(torch.from_numpy(results[-1]), expected) < TOLERANCE, (past, new, capacity)
+        assert relative_error(torch.from_numpy(results[-1]), expected) < close(new), (past, new, capacity)
         for cache, got, fresh in zip(caches, results[3:5], (k, v), strict=True):
             cache[:, :, past : past + new] = fresh
             assert cache.numpy().tobytes() == got.tobytes()  # written where it must be and nowhere else
@@ -51,6 +56,25 @@ def test_cached_attention(heads: int, kv_heads: int, width: int, window: int, so
     check_cached(kernel, heads, kv_heads, width, window, softcap, has_sinks, LENGTHS)
 
 
+def test_the_last_row_of_a_cache_with_as_many_parts_as_there_are() -> None:
+    kernel = build(kernels.cached_attention(8, 4, 8, 8**-0.5, 0, 0.0, False))
+    check_cached(kernel, 8, 4, 8, 0, 0.0, False, [(12287, 1, 12288)])
+
+
+@pytest.mark.parametrize("exponent", [-90, 20, 90])
+def test_numbers_that_no_float16_holds(exponent: int) -> None:
+    """Queries, keys and values of very different sizes, within a row as well."""
+    kernel, rng = build(kernels.cached_attention(4, 2, 36, 0.2, 0, 0.0, False)), torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, n, 40, 36, generator=rng) for n in (4, 2, 2))
+    q, k, v = torch.ldexp(q, torch.tensor(exponent)), torch.ldexp(k, torch.tensor(-exponent)), v * 1e30
+    for x in (q, k, v):
+        x[..., ::3] *= 1e-4
+    caches, position = [torch.zeros(1, 2, 50, 36) for _ in range(2)], torch.arange(40)
+    got = run(kernel, q, k, v, *caches, position, out=(1, 40, 4, 36))
+    expected = OPS.cached_attention(q, k, v, *caches, position, 0.2, 0, 0.0, None)
+    assert relative_error(got, expected) < SPLIT
+
+
 def test_special_floats_in_a_cache() -> None:
     kernel, rng = build(kernels.cached_attention(4, 2, 12, 0.3, 0, 0.0, False)), torch.Generator().manual_seed(1)
     for new in (1, 9):
@@ -59,7 +83,7 @@ def test_special_floats_in_a_cache() -> None:
             position = torch.arange(new)
             got = run(kernel, q, k, v, *caches, position, out=(1, new, 4, 12))
             expected = OPS.cached_attention(q, k, v, *caches, position, 0.3, 0, 0.0, None)
-            check_special(got, expected, TOLERANCE, new)
+            check_special(got, expected, close(new), new)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +103,7 @@ def test_chunks_and_biases_of_distances(chunk: int, has_slopes: bool, distances:
         position = torch.arange(past, past + new)
         expected = OPS.cached_attention(q, k, v, *caches, position, 0.3, 0, 0.0, None, chunk, slopes, biases)
         got = run(kernel, q, k, v, *caches, position, slopes, flat, out=(2, new, heads, width))
-        assert relative_error(got, expected) < TOLERANCE
+        assert relative_error(got, expected) < close(new)
 
 
 def padded(length: int) -> torch.Tensor:
@@ -105,10 +129,10 @@ def test_masked_attention_ignores_padding(width: int, kv_heads: int, tokens_firs
         q = torch.randn(3, 4, length, width, generator=rng)
         k, v = (torch.randn(3, kv_heads, length, width, generator=rng) for _ in range(2))
         got = run(kernel, *given(q, k, v), padded(length), out=(3, length, 4, width))
-        assert relative_error(got, OPS.masked_attention(q, k, v, padded(length), 0.2)) < TOLERANCE
+        assert relative_error(got, OPS.masked_attention(q, k, v, padded(length), 0.2)) < SPLIT
     for q, k, v in special_attention(4, kv_heads, 9, width, rng):
         got = run(kernel, *given(q, k, v), torch.ones(1, 9), out=(1, 9, 4, width))
-        check_special(got, OPS.masked_attention(q, k, v, torch.ones(1, 9), 0.2), TOLERANCE, width)
+        check_special(got, OPS.masked_attention(q, k, v, torch.ones(1, 9), 0.2), SPLIT, width)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +153,7 @@ def test_windows_and_biases_of_encoders(window: int, own: tuple[bool, bool, bool
         flat = None if bias is None else bias.flatten()
         got = run(kernel, q, k, v, padded(length), flat, out=(3, length, 4, 16))
         expected = OPS.masked_attention(q, k, v, padded(length), 0.2, window, bias, softcap)
-        assert relative_error(got, expected) < TOLERANCE
+        assert relative_error(got, expected) < SPLIT
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "width", "softcap"), [(4, 4, 16, 0.0), (6, 2, 12, 3.0)])
@@ -142,7 +166,7 @@ def test_cross_attention(heads: int, kv_heads: int, width: int, softcap: float) 
         mask = torch.ones(2, length)
         mask[1, : length // 3], mask[0, length - length // 2 :] = 0, 0
         got = run(kernel, q, k, v, mask, out=(2, new, heads, width))
-        assert relative_error(got, OPS.masked_attention(q, k, v, mask, 0.3, softcap=softcap)) < TOLERANCE
+        assert relative_error(got, OPS.masked_attention(q, k, v, mask, 0.3, softcap=softcap)) < close(new)
         batch = [run(kernel, *(x[i : i + 1] for x in (q, k, v, mask)), out=(1, new, heads, width)) for i in (0, 1)]
         assert torch.equal(torch.cat(batch), got)  # no entry of a batch sees another
 

@@ -6,7 +6,7 @@ import lockstep
 import numpy as np
 import pytest
 import torch
-from kernel_cases import OPS, TOLERANCE, check_special, relative_error, special_attention
+from kernel_cases import OPS, SPLIT, TOLERANCE, check_special, relative_error, special_attention
 from lockstep import build, run
 
 from compressor.codegen.gpu.attention import packed
@@ -72,7 +72,7 @@ def test_packed_attention(
         expected = OPS.packed_attention(
             q, k, v, *old, position, scale, window, softcap, sinks, k_order, v_order, name
         )  # fmt: skip
-        assert relative_error(torch.from_numpy(results[-1]), expected) < TOLERANCE
+        assert relative_error(torch.from_numpy(results[-1]), expected) < (TOLERANCE if new == 1 else SPLIT)
         for cache, written, fresh in zip(old, results[3:5], (k, v), strict=True):
             cache[:, :, past : past + new] = fresh
             assert (written == cache.numpy()).all()  # written where it must be and nowhere else
@@ -88,7 +88,7 @@ def test_special_floats_in_a_packed_cache(name: str) -> None:
             position = torch.arange(new)
             got = run(kernel, q, k, v, *old, position, out=(1, new, 4, 16))
             args = (q, k, v, *old, position, 0.3, 0, 0.0, None, None, None, name)
-            check_special(got, OPS.packed_attention(*args), TOLERANCE, name)
+            check_special(got, OPS.packed_attention(*args), TOLERANCE if new == 1 else SPLIT, name)
 
 
 def test_it_is_cuda_too() -> None:

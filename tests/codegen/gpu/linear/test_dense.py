@@ -23,7 +23,8 @@ def test_storage_types(storage: str, columns: int) -> None:
     """Weights of each type, aligned and ragged, for one token, a few and many."""
     pick, rng = random.Random(storage), torch.Generator().manual_seed(columns)
     rows, has_bias = pick.randint(20, 90), columns == 199
-    schedule = Schedule(Streaming(4, 3, 4), Streaming(2, 3, 2), Tiling(2, 1, 2, 1, 2, 3, pick.choice([1, 2])))
+    many = Tiling(2, 1, 2, 1, 2, 3, pick.choice([1, 2]))
+    schedule = Schedule(Streaming(4, 3, 4), Streaming(2, 3, 2), Streaming(2, 2, 2, 2), many, many)
     weight = torch.randn(rows, columns, generator=rng).to(STORED[storage])
     bias = torch.randn(rows, generator=rng) if has_bias else None
     kernel = lockstep.build(dense_linear(rows, columns, storage, has_bias, schedule))
