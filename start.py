@@ -149,9 +149,10 @@ def next_step(stamp: Mapping[str, str] | None, wanted: Mapping[str, str]) -> str
 
 
 def extras_for(command: str, path: str | None = None) -> str:
-    """Return the package's extras: those of the tests, and a compiler as a wheel where ``PATH`` has none."""
-    compiler = any(shutil.which(name, path=path) for name in COMPILERS)
-    return " ".join((["test"] if command == "test" else []) + ([] if compiler else ["zig"]))
+    """Return the package's extras: those of the tests, and compilers as wheels where ``PATH`` has none."""
+    compiler, nvcc = (any(shutil.which(name, path=path) for name in names) for names in (COMPILERS, ("nvcc",)))
+    tests = ["test", *([] if nvcc else ["cuda"])] if command == "test" else []
+    return " ".join(tests + ([] if compiler else ["zig"]))
 
 
 def missing_packages(path: str | None = None, vulkan: str = VULKAN_DRIVERS) -> list[str]:

@@ -54,7 +54,7 @@ def one_message(done: subprocess.CompletedProcess[str]) -> str:
     ("change", "step"),
     [
         ({}, "nothing"),
-        ({"extras": "test zig"}, "nothing"),  # more than is wanted
+        ({"extras": "test cuda zig"}, "nothing"),  # more than is wanted
         ({"extras": ""}, "update"),
         ({"digest": "2"}, "update"),
         ({"python": "3.12"}, "rebuild"),
@@ -109,11 +109,11 @@ def test_the_digest_takes_no_time(start: ModuleType) -> None:
 
 def test_a_compiler_comes_as_a_wheel_only_where_there_is_none(start: ModuleType, tmp_path: Path) -> None:
     assert start.extras_for("quickstart", str(tmp_path)) == "zig"
-    assert start.extras_for("test", str(tmp_path)) == "test zig"
+    assert start.extras_for("test", str(tmp_path)) == "test cuda zig"
     compiler = tmp_path / "clang++"
     compiler.touch(mode=0o755)
     assert start.extras_for("quickstart", str(tmp_path)) == ""
-    assert start.extras_for("test", str(tmp_path)) == "test"
+    assert start.extras_for("test", str(tmp_path)) == "test cuda"
 
 
 def test_system_packages_are_those_whose_tools_are_missing(start: ModuleType, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_second_call_starts_at_once_and_passes_arguments_on(start: ModuleType,
     pytest_of_it = folder / "bin" / "pytest"
     pytest_of_it.write_text('#!/bin/sh\necho "$(pwd): $@"; echo "${PATH%%:*} $VIRTUAL_ENV"; exit 5\n')
     pytest_of_it.chmod(0o755)
-    stamp = {"python": sys.version, "place": str(folder), "digest": start.source_digest(), "extras": "test zig"}
+    stamp = {"python": sys.version, "place": str(folder), "digest": start.source_digest(), "extras": "test cuda zig"}
     start.write_stamp(folder, stamp)
     tools = tmp_path / "tools"  # PATH without apt-get: nothing is installed on this machine
     tools.mkdir()

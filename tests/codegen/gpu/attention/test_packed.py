@@ -95,6 +95,4 @@ def test_it_is_cuda_too() -> None:
     func = packed.packed_attention(32, 8, 128, 0.3, 0, 0.0, False, CacheFormat.parse("INT4"), True)
     for kernel in (func, packed.pack_cache(8, 128, CacheFormat.parse("FP8"), True)):
         report = lockstep.compile.ptxas_report(build(kernel).text)
-        if report is None:
-            pytest.skip("nvcc is not installed")
         assert "0 bytes spill stores" in report
