@@ -26,8 +26,9 @@ from compressor.formats.extras import ColumnBlocks, KeptOfGroup, OutlierFeatures
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
-ONE, MANY = {"LANES": 16, "TILES": 1, "TOKENS": 1}, {"LANES": 16, "TILES": 2, "TOKENS": 8}
-"""Shipped constants of decode and of prefill, the best ones on an H200 (benchmarks/results/webgpu_device.md)."""
+ONE, MANY = {"LANES": 16, "TILES": 1, "TOKENS": 1}, {"LANES": 4, "TILES": 4, "TOKENS": 8}
+"""Shipped constants of decode and of prefill: near the best ones on an H200 (benchmarks/results/webgpu_device.md), and
+small enough in groups for software adapters, which take turns among a group's threads."""
 FEW = 2
 """Tokens up to which the kernel for one token serves."""
 _ONE_CHOICES = {"LANES": (2, 4, 8, 16), "TILES": (1, 2, 4), "TOKENS": (1, 2)}

@@ -85,5 +85,5 @@ def test_wrong_bits_write_nothing_outside() -> None:
 
 def test_formats_without_a_kernel_are_named() -> None:
     assert "blocks of 32x4 are of convolutions" in supports(Format.parse("W8A8_STATIC_B32x4@30"))
-    assert "no tables of values, as LUT4_G64" in supports(Format.parse("LUT4_G64_B16x1@60"))
+    assert "no tables of values for each row, as LUT4_G64" in supports(Format.parse("LUT4_G64_B16x1@60"))
     assert "experts on a GPU do not leave columns out" in experts(Format.parse("W8A8_B16x1@60"))
