@@ -6,7 +6,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from compressor.codegen.gpu.memory import call
+from compressor.codegen.gpu.intrinsics import call
 
 _HALVES = """
 // Two float16 in one register, the first in its low bits.

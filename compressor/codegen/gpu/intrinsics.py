@@ -7,6 +7,7 @@ tests on a CPU (``tests/support/lockstep``).  There a function that reads other 
 
 from __future__ import annotations
 
+from hashlib import md5
 from typing import Any
 
 from tvm.script import tirx as T
@@ -44,11 +45,6 @@ __device__ inline int compressor_warp_best(float value, int place) {
 """
 
 
-def warp_sum(value: Any) -> Any:
-    """Return the sum of a float32 over a warp's lanes, the same bits in each; all 32 lanes must call it."""
-    return lane_sum(value, WARP)
-
-
 _ATOMIC_MAX = """
 __device__ inline void compressor_atomic_max(int* at, int value) { atomicMax(at, value); }
 """
@@ -58,14 +54,26 @@ __device__ inline void compressor_warp_barrier() { __syncwarp(); }
 """
 
 
+def call(name: str, *arguments: Any, source: str, kind: Any = "void") -> Any:
+    """Return a call of a device function that ``source`` defines."""
+    guard = f"COMPRESSOR_{md5(source.encode(), usedforsecurity=False).hexdigest()}"  # TVM repeats it for each name
+    source = f"#ifndef {guard}\n#define {guard}\n{source}\n#endif\n"
+    return T.cuda.func_call(name, *arguments, source_code=source, return_type=kind)
+
+
+def warp_sum(value: Any) -> Any:
+    """Return the sum of a float32 over a warp's lanes, the same bits in each; all 32 lanes must call it."""
+    return lane_sum(value, WARP)
+
+
 def lane_sum(value: Any, lanes: int) -> Any:
     """Return the sum of a float32 over each ``lanes`` lanes in a row, a power of two; all of a warp must call it."""
-    return _call("compressor_lane_sum", value, T.int32(lanes), source=_LANE_SUM)
+    return call("compressor_lane_sum", value, T.int32(lanes), source=_LANE_SUM, kind="float32")
 
 
 def lane_max(value: Any, lanes: int) -> Any:
     """Return the largest float32 of each ``lanes`` lanes, NaN if one is NaN; as :func:`lane_sum`."""
-    return _call("compressor_lane_max", value, T.int32(lanes), source=_LANE_MAX)
+    return call("compressor_lane_max", value, T.int32(lanes), source=_LANE_MAX, kind="float32")
 
 
 def warp_max(value: Any) -> Any:
@@ -78,12 +86,12 @@ def warp_best(value: Any, place: Any) -> Any:
 
     Lanes whose place is negative take no part, but must call it as well.
     """
-    return _call("compressor_warp_best", value, place, source=_WARP_BEST, kind="int32")
+    return call("compressor_warp_best", value, place, source=_WARP_BEST, kind="int32")
 
 
 def atomic_max(at: Any, value: Any) -> Any:
     """Return a call that makes an int32 in shared or global memory at least as large as a value."""
-    return _call("compressor_atomic_max", at, value, source=_ATOMIC_MAX, kind="void")
+    return call("compressor_atomic_max", at, value, source=_ATOMIC_MAX)
 
 
 def barrier() -> Any:
@@ -96,8 +104,4 @@ def warp_barrier() -> Any:
 
     Shuffles do not: a lane that writes what others read needs this in between.
     """
-    return T.evaluate(_call("compressor_warp_barrier", source=_WARP_BARRIER, kind="void"))
-
-
-def _call(name: str, *arguments: Any, source: str, kind: str = "float32") -> Any:
-    return T.cuda.func_call(name, *arguments, source_code=source, return_type=kind)
+    return T.evaluate(call("compressor_warp_barrier", source=_WARP_BARRIER))

@@ -15,6 +15,7 @@ from tvm import s_tir, tirx
 from tvm_ffi import structural_map, structural_walk
 
 from compressor.codegen.kernels.vector import is_nan
+from compressor.codegen.lowering.elementwise import inlined
 from compressor.codegen.tir_pipeline import has_blocks
 from compressor.errors import VerificationError
 
@@ -84,13 +85,8 @@ def _of_softmax(block: Any) -> bool:
 
 
 def _schedule(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    sch = s_tir.Schedule(func)
-    root = sch.get_sblock("root")
-    for block in sch.get_child_blocks(root):
-        # What cannot be inlined (outputs, reductions, what feeds a reduction twice) keeps its loops.
-        with contextlib.suppress(s_tir.ScheduleError):
-            sch.compute_inline(block)
-    for block in sch.get_child_blocks(root):
+    sch, blocks = inlined(func)
+    for block in blocks:
         _bind(sch, block)
     return sch.mod["main"]
 

@@ -1,13 +1,14 @@
-"""Memory of a GPU: loads of what is read once, copies to shared memory, registers, and calls of device functions."""
+"""Memory of a GPU: loads of what is read once, copies to shared memory, and registers."""
 
 from __future__ import annotations
 
-from hashlib import md5
 from itertools import accumulate
 from math import prod
 from typing import Any
 
 from tvm.script import tirx as T
+
+from compressor.codegen.gpu.intrinsics import call
 
 _POINTER = """
 template <typename A>
@@ -161,10 +162,3 @@ def shared(*buffers: tuple[tuple[int, ...], str]) -> list[Any]:
         T.decl_buffer(shape, kind, data=pool.data, elem_offset=place, scope="shared.dyn")
         for (shape, kind), place in zip(buffers, places, strict=False)
     ]
-
-
-def call(name: str, *arguments: Any, source: str, kind: Any = "void") -> Any:
-    """Return a call of a device function that ``source`` defines."""
-    guard = f"COMPRESSOR_{md5(source.encode(), usedforsecurity=False).hexdigest()}"  # TVM repeats it for each name
-    source = f"#ifndef {guard}\n#define {guard}\n{source}\n#endif\n"
-    return T.cuda.func_call(name, *arguments, source_code=source, return_type=kind)

@@ -26,6 +26,7 @@ from compressor.codegen.kernels.linear.weights import Weight, Weights, parameter
 from compressor.codegen.kernels.vector import VECTOR, emit_tree_sum
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format
+from compressor.formats.parts import Stored
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,27 @@ class Routing:
     def source(self, pair: Any) -> Any:
         """Return the row of x [T or T * K, in] that a pair of token and expert reads."""
         return pair if self.own_rows else pair // self.each
+
+    def declare(
+        self, tokens: Any, rows: int, columns: int, stored: Mapping[str, Stored], has_bias: bool
+    ) -> tuple[Any, Any, Any, Any, Any]:
+        """Declare the parameters of a routed linear [rows, columns] for ``tokens``; return them by pairs.
+
+        Args:
+            stored: type and shape of each part of one expert's weight.
+        Returns:
+            x float32 [T or T * K, in], chosen int64 [T * K], parts [E, ...] by name, bias float32 [E, rows] or None, y
+            float32 [T * K, rows].
+        """
+        given = parameter(self.inputs(tokens, columns), "float32")
+        index = parameter((tokens, self.each), "int64")
+        parts = {name: parameter((self.experts, *size), kind) for name, (kind, size) in stored.items()}
+        bias = parameter((self.experts, rows), "float32") if has_bias else None
+        outputs = parameter((tokens, self.each, rows), "float32")
+        pairs = tokens * self.each
+        x = T.decl_buffer((pairs if self.own_rows else tokens, columns), "float32", data=given.data)
+        y = T.decl_buffer((pairs, rows), "float32", data=outputs.data)
+        return x, T.decl_buffer((pairs,), "int64", data=index.data), parts, bias, y
 
 
 @dataclass(frozen=True)
@@ -91,17 +113,8 @@ def packed_routed_linear(
     @T.prim_func(s_tir=True, private=True)
     def kernel() -> None:
         t = T.int64()
-        given = T.meta_var(parameter(routing.inputs(t, columns), "float32"))
-        index = T.meta_var(parameter((t, each), "int64"))
-        stored = T.meta_var(
-            {name: parameter((experts, *size), kind) for name, (kind, size) in weights.stored[0].items()}
-        )
-        bias = T.meta_var(parameter((experts, rows), "float32") if has_bias else None)
-        y3 = T.meta_var(parameter((t, each, rows), "float32"))
         pairs = T.meta_var(t * each)
-        x = T.decl_buffer((pairs if own else t, columns), "float32", data=given.data)
-        y = T.decl_buffer((pairs, rows), "float32", data=y3.data)
-        chosen = T.decl_buffer((pairs,), "int64", data=index.data)
+        x, chosen, stored, bias, y = T.meta_var(routing.declare(t, rows, columns, weights.stored[0], has_bias))
         slots = T.meta_var(T.if_then_else(t == 1, T.int64(each), pairs + spare))
         a = T.alloc_buffer((slots, width), "int8" if integer else "float32")
         operands = T.meta_var(T.alloc_buffer((slots, body.chunks * act.bits), "int32") if has_planes else a)
@@ -111,13 +124,13 @@ def packed_routed_linear(
         if t == 1:
             single = T.meta_var(_Gathered(x, lambda slot: slot if own else T.int64(0)))
             for k in range(1 if once else each):
-                if True if once else _is_expert(chosen[k], experts):
+                if True if once else is_expert(chosen[k], experts):
                     of_this = T.meta_var(_of_expert(stored, bias, rows, 0 if once else chosen[k], y, 0))
                     at = T.meta_var(Prepared([single], [], a, operands, halves, sums, factor, of_this.parts))
                     prepare(at, T.int64(k))
             for i in T.parallel(T.int64(each * gemv_steps)):
                 k = T.meta_var(i // gemv_steps)
-                if _is_expert(chosen[k], experts):
+                if is_expert(chosen[k], experts):
                     of_task = T.meta_var(_of_expert(stored, bias, rows, chosen[k], y, k if once else 0))
                     there = T.meta_var(Prepared([single], [], a, operands, halves, sums, factor, of_task.parts))
                     slot = T.meta_var(T.int64(0) if once else k)
@@ -170,20 +183,15 @@ def dense_routed_linear(
     @T.prim_func(s_tir=True, private=True)
     def kernel() -> None:
         t = T.int64()
-        given = T.meta_var(parameter(routing.inputs(t, columns), "float32"))
-        index = T.meta_var(parameter((t, each), "int64"))
-        stored = T.meta_var(parameter((experts, rows, columns), storage))
-        bias = T.meta_var(parameter((experts, rows), "float32") if has_bias else None)
-        y3 = T.meta_var(parameter((t, each, rows), "float32"))
         pairs = T.meta_var(t * each)
-        x = T.decl_buffer((pairs if routing.own_rows else t, columns), "float32", data=given.data)
-        y = T.decl_buffer((pairs, rows), "float32", data=y3.data)
-        chosen = T.decl_buffer((pairs,), "int64", data=index.data)
+        x, chosen, stored, bias, y = T.meta_var(
+            routing.declare(t, rows, columns, {"weight": (storage, (rows, columns))}, has_bias)
+        )
         for i in T.parallel((rows + gemv_rows - 1) // gemv_rows):
             for p in range(pairs):
-                if _is_expert(chosen[p], experts):
+                if is_expert(chosen[p], experts):
                     row0 = T.meta_var(i * gemv_rows)
-                    weight = T.meta_var(_slice(stored, chosen[p], (rows, columns)))
+                    weight = T.meta_var(slice_of(stored["weight"], chosen[p], (rows, columns)))
                     acc = T.alloc_buffer((1, gemv_rows, VECTOR), "float32")
                     for r in T.unroll(gemv_rows):
                         acc[0, r, every] = T.broadcast(T.float32(0), VECTOR)
@@ -206,13 +214,13 @@ def _always(row: Any, _slot: Any) -> Any:
     return row
 
 
-def _is_expert(index: Any, experts: int) -> Any:
+def is_expert(index: Any, experts: int) -> Any:
     """Return whether an index names an expert; others never lead to memory outside the weights."""
     return T.And(index >= 0, index < experts)
 
 
-def _slice(buffer: Any, place: Any, shape: Sequence[Any]) -> Any:
-    """View one slice along a buffer's first dimension."""
+def slice_of(buffer: Any, place: Any, shape: Sequence[Any]) -> Any:
+    """View a part of a buffer, from a place along its first dimension on."""
     data = T.bind(T.address_of(buffer[(place, *[0] * (len(buffer.shape) - 1))]))
     return T.decl_buffer(tuple(shape), buffer.dtype, data=data)
 
@@ -220,9 +228,9 @@ def _slice(buffer: Any, place: Any, shape: Sequence[Any]) -> Any:
 def _of_expert(stored: Mapping[str, Any], bias: Any, rows: int, expert: Any, y: Any, first: Any) -> Weight:
     """Return one expert's weight, whose outputs begin at row ``first`` of y [n, rows]."""
     number = T.bind(expert)
-    parts = {name: _slice(buffer, number, buffer.shape[1:]) for name, buffer in stored.items()}
-    own = None if bias is None else _slice(bias, number, (rows,))
-    outputs = y if isinstance(first, int) else _slice(y, first, (1, rows))
+    parts = {name: slice_of(buffer, number, buffer.shape[1:]) for name, buffer in stored.items()}
+    own = None if bias is None else slice_of(bias, number, (rows,))
+    outputs = y if isinstance(first, int) else slice_of(y, first, (1, rows))
     if not isinstance(first, int):
         outputs = T.decl_buffer((1, rows), "float32", data=outputs.data)
     return Weight(rows, parts, own, None, outputs)

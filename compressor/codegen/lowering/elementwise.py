@@ -49,14 +49,20 @@ def _keeping_nan(func: tirx.PrimFunc) -> tirx.PrimFunc:
     return func.with_body(structural_map(func.body, [(tirx.Max, rewrite), (tirx.Min, rewrite)]))
 
 
-def _schedule(func: tirx.PrimFunc) -> tirx.PrimFunc:
+def inlined(func: tirx.PrimFunc) -> tuple[Any, list[Any]]:
+    """Return a schedule of a function without the blocks that others can compute where they read them, and the rest."""
     sch = s_tir.Schedule(func)
     root = sch.get_sblock("root")
     for block in sch.get_child_blocks(root):
         # What cannot be inlined (outputs, reductions, what feeds a reduction twice) keeps its loops.
         with contextlib.suppress(s_tir.ScheduleError):
             sch.compute_inline(block)
-    for block in sch.get_child_blocks(root):
+    return sch, sch.get_child_blocks(root)
+
+
+def _schedule(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    sch, blocks = inlined(func)
+    for block in blocks:
         loops = sch.get_loops(block)
         kinds = [v.iter_type for v in sch.get(block).iter_vars]
         spatial = 0

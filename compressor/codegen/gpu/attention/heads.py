@@ -1,4 +1,4 @@
-"""What all attention kernels of a GPU know of their heads."""
+"""Describe the heads of an attention kernel on a GPU, and scale its scores."""
 
 from __future__ import annotations
 

@@ -57,15 +57,14 @@ def cached_attention(
         table = T.meta_var(parameter((distances * heads,), "float32") if distances > 0 else None)
         out = T.meta_var(parameter((batch, tokens, heads, head_dim), "float32"))
         place = T.meta_var(position[0])
+        rows = T.meta_var([DenseRows(x) for x in (q, k_cache, v_cache)])
         biases = T.meta_var(DistanceBiases(slopes, table, heads, distances) if has_slopes or distances > 0 else None)
 
         if tokens == 1:
             splits = T.meta_var(one.splits(capacity, batch))
-            sums = T.alloc_buffer((batch * heads * splits, head_dim), "float32")
-            stats = T.alloc_buffer((batch * heads * splits, 2), "float32")
+            sums, stats = T.meta_var(one.results(batch, splits))
             past = T.meta_var(partial(before, position, window, chunk))
             added = T.meta_var(None if biases is None else lambda head, key: biases.one(head, key - place))
-            rows = T.meta_var([DenseRows(x) for x in (q, k_cache, v_cache)])
             part(*rows, past, added, None, splits, sums, stats, batch)
             token = T.meta_var(NewToken(DenseRows(k), DenseRows(v), [(k, k_cache), (v, v_cache)], place))
             merge(rows[0], token, out, None, past, added, sinks, splits, sums, stats, batch)
@@ -74,7 +73,6 @@ def cached_attention(
             limits = T.meta_var(partial(limits_of_tokens, place, window, chunk))
             masks = T.meta_var((partial(causal, place, window, chunk), partial(all_see, place, window, chunk)))
             many_added = T.meta_var(None if biases is None else partial(_distance_bias, biases, place))
-            rows = T.meta_var([DenseRows(x) for x in (q, k_cache, v_cache)])
             attend(*rows, out, None, limits, many_added, masks, sinks, False, (batch, tokens))
 
     return kernel
@@ -154,18 +152,16 @@ def cross_attention(heads: int, kv_heads: int, head_dim: int, scale: float, soft
         v = T.meta_var(parameter((batch, kv_heads, length, head_dim), "float32"))
         mask = T.meta_var(parameter((batch, length), "float32"))
         out = T.meta_var(parameter((batch, tokens, heads, head_dim), "float32"))
+        rows = T.meta_var([DenseRows(x) for x in (q, k, v)])
 
         if tokens == 1:
             splits = T.meta_var(one.splits(length, batch))
-            sums = T.alloc_buffer((batch * heads * splits, head_dim), "float32")
-            stats = T.alloc_buffer((batch * heads * splits, 2), "float32")
+            sums, stats = T.meta_var(one.results(batch, splits))
             every = T.meta_var(lambda: (T.int64(0), length))
             shown = T.meta_var(lambda b, key: mask[b, key] != T.float32(0))
-            rows = T.meta_var([DenseRows(x) for x in (q, k, v)])
             part(*rows, every, None, shown, splits, sums, stats, batch)
             merge(rows[0], None, out, None, every, None, None, splits, sums, stats, batch)
         else:
-            rows = T.meta_var([DenseRows(x) for x in (q, k, v)])
             limits = T.meta_var(lambda _first, _last: (T.int64(0), length))
             masks = T.meta_var((partial(_unpadded, mask, 0), None))
             attend(*rows, out, None, limits, None, masks, None, False, (batch, tokens))

@@ -88,6 +88,11 @@ class OneToken(Heads):
         most = T.max(T.truncdiv(T.int64(self.most_splits), batch), T.int64(1))
         return T.min((capacity + (_KEYS_A_BLOCK - 1)) // _KEYS_A_BLOCK, most)
 
+    def results(self, batch: Any, splits: Any) -> tuple[Any, Any]:
+        """Allocate what the parts leave: sums [B * H * splits, D], and maxima with sums of weights [., 2]."""
+        rows = batch * self.heads * splits
+        return T.alloc_buffer((rows, self.width), "float32"), T.alloc_buffer((rows, 2), "float32")
+
     def part(self, count: Any, splits: Any) -> Any:
         """Return how many keys a part of ``count`` has."""
         return (T.truncdiv(count + splits - 1, splits) + (_PART - 1)) // _PART * _PART

@@ -122,21 +122,20 @@ def packed_attention(
         out = T.meta_var(parameter((batch, tokens, heads, width), "float32"))
         place = T.meta_var(position[0])
         query = T.meta_var(PermutedRows(q, k_order, repeat) if has_order else DenseRows(q))
+        rows = T.meta_var([query, coded(k_cache), coded(v_cache)])
         stored = T.meta_var([(k, k_cache), (v, v_cache)])
 
         if tokens == 1:
             splits = T.meta_var(one.splits(capacity, batch))
-            sums = T.alloc_buffer((batch * heads * splits, width), "float32")
-            stats = T.alloc_buffer((batch * heads * splits, 2), "float32")
+            sums, stats = T.meta_var(one.results(batch, splits))
             past = T.meta_var(partial(before, position, window, 0))
-            part(query, coded(k_cache), coded(v_cache), past, None, None, splits, sums, stats, batch)
+            part(*rows, past, None, None, splits, sums, stats, batch)
             token = T.meta_var(NewToken(coded(k), coded(v), stored, place))
             merge(query, token, out, v_order, past, None, sinks, splits, sums, stats, batch)
         else:
             store(*stored, place)
             masks = T.meta_var((partial(causal, place, window, 0), partial(all_see, place, window, 0)))
             limits = T.meta_var(partial(limits_of_tokens, place, window, 0))
-            rows = T.meta_var([query, coded(k_cache), coded(v_cache)])
             attend(*rows, out, v_order, limits, None, masks, sinks, False, (batch, tokens))
 
     return kernel

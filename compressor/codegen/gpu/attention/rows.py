@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import gcd
 from typing import Any, Protocol
@@ -49,11 +50,12 @@ class DenseRows:
         T.buffer_store(to, self.one(b, head, token, ramp(channel, count)), [*at[:-1], ramp(at[-1], count)])
 
 
-class _Channels:
+class _Channels(ABC):
     """Rows that are loaded channel by channel."""
 
+    @abstractmethod
     def one(self, b: Any, head: Any, token: Any, channel: Any) -> Any:
-        raise NotImplementedError
+        """See :class:`Rows`."""
 
     def emit_load(self, to: Any, at: Sequence[Any], b: Any, head: Any, token: Any, channel: Any, count: int) -> None:
         """See :class:`Rows`."""

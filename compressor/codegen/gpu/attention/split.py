@@ -15,8 +15,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from compressor.codegen.gpu.halves import bfloat2, half2, low_bfloat, low_half
-from compressor.codegen.gpu.intrinsics import WARP
-from compressor.codegen.gpu.memory import call
+from compressor.codegen.gpu.intrinsics import WARP, call
 from compressor.codegen.gpu.memory import held as in_register
 from compressor.codegen.kernels.vector import ramp
 

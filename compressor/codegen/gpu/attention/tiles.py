@@ -38,7 +38,7 @@ _AT_ONCE = 4  # blocks of 8 channels that a warp has loaded
 
 @dataclass(frozen=True)
 class Tiles(Heads):
-    """What a block computes of several tokens; see the module."""
+    """Compute several tokens in a block of threads; see the module."""
 
     @cached_property
     def channels(self) -> int:

@@ -28,8 +28,8 @@ from compressor.codegen.gpu.linear.products import Statements
 from compressor.codegen.gpu.linear.shares import Streaming
 from compressor.codegen.gpu.memory import held
 from compressor.codegen.gpu.sparse import n_of_m
-from compressor.codegen.kernels.experts import Routing
-from compressor.codegen.kernels.linear.weights import Weight, parameter
+from compressor.codegen.kernels.experts import Routing, is_expert, slice_of
+from compressor.codegen.kernels.linear.weights import Weight
 from compressor.formats.extras import ColumnBlocks, KeptOfGroup
 from compressor.formats.format import Format
 
@@ -119,17 +119,8 @@ def _routed_kernel(
     @T.prim_func(s_tir=True, private=True)
     def kernel() -> None:
         t = T.int64()
-        given = T.meta_var(parameter(routing.inputs(t, columns), "float32"))
-        index = T.meta_var(parameter((t, each), "int64"))
-        stored = T.meta_var(
-            {name: parameter((experts, *size), kind) for name, (kind, size) in operands.stored[0].items()}
-        )
-        bias = T.meta_var(parameter((experts, rows), "float32") if has_bias else None)
-        y3 = T.meta_var(parameter((t, each, rows), "float32"))
         pairs = T.meta_var(t * each)
-        x = T.decl_buffer((pairs if routing.own_rows else t, columns), "float32", data=given.data)
-        y = T.decl_buffer((pairs, rows), "float32", data=y3.data)
-        chosen = T.decl_buffer((pairs,), "int64", data=index.data)
+        x, chosen, stored, bias, y = T.meta_var(routing.declare(t, rows, columns, operands.stored[0], has_bias))
         if t == 1:
             with T.launch_thread("blockIdx.y", each) as k:
                 if is_expert(chosen[k], experts):
@@ -201,17 +192,6 @@ def _sorted(routing: Routing, kernel: Any, run: Any, width: int, room: int) -> A
                     run(there, scales, T.int32(width))
 
     return several
-
-
-def is_expert(index: Any, experts: int) -> Any:
-    """Return whether an index names an expert; others never lead to memory outside the weights."""
-    return T.And(index >= 0, index < experts)
-
-
-def slice_of(buffer: Any, place: Any, shape: tuple[Any, ...]) -> Any:
-    """View a part of a buffer, from a place along its first dimension on."""
-    data = T.bind(T.address_of(buffer[(place, *[0] * (len(buffer.shape) - 1))]))
-    return T.decl_buffer(shape, buffer.dtype, data=data)
 
 
 def _block(words: Any, block: Any, room: int) -> Any:

@@ -27,7 +27,7 @@ _LARGEST = 14  # the exponent of a token's largest activation as float16
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is read and written for the tokens.
+    """Hold the buffers that preparing tokens reads and writes.
 
     Attributes:
         inputs: float32 [tokens, columns] each.

@@ -77,7 +77,7 @@ class DenseProducts(Statements):
         self.per_step = fragments.lane_chunks * (_BYTES // 4) // 2
 
     def store_constants(self, constants: Any, at: int, raw: Any) -> None:
-        """Store nothing: there are no zero points."""
+        """Store nothing: float weights have no zero points."""
 
     def expand(self, to: Any, at: int, words: Any, slot: int, product: int, constants: Any, first: int) -> None:
         """Store operand A of one product of a step; of float32, a second one of what the first leaves."""

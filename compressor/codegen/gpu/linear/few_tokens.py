@@ -214,9 +214,9 @@ class FewTokens:
 
         ``words`` and ``factor`` are what another kernel has prepared; one token has none.
         """
-        operands, share, is_one, batches = self.operands, self.share, self.is_one, self.share.batches
+        operands, share, is_one = self.operands, self.share, self.is_one
         preparing = Preparation(self.fragments, prologue, self.threads, self.all_steps)
-        prepare = preparing.macro()
+        prepare, multiply = preparing.macro(), self.multiply_task()
 
         @T.inline
         def run(given, norm, words_, factor_, tokens):
@@ -235,20 +235,30 @@ class FewTokens:
                     barrier()
                 self.start(local)
                 for turn in range(self.turns):
-                    for part in range(batches):
-                        step = T.meta_var(warp * share.steps + part * share.loads)
-                        self.batch(at, local, block, turn * batches + part, step, warp, lane)
-                        if self.is_channel and part == batches - 1:
-                            self.finish_piece(at, local, step, lane, 0, 0)
-                        self.take_next(local)
-                    self.leave(parts, local, lane, warp, turn % 2)
-                    barrier()  # the other half of the parts is read before the next
+                    multiply(at, local, parts, block, turn, warp, lane)
                     task = T.meta_var(block + turn * self.grid)
                     if task < self.tasks:
                         own = T.meta_var(operands.select(task, self.tiles))
                         self.add_up(at, parts, own, thread, tokens, turn % 2)
 
         return run
+
+    def multiply_task(self) -> Any:
+        """Make a macro that multiplies the warps' shares of a block's task, and leaves them for all warps to add up."""
+        share, batches = self.share, self.share.batches
+
+        @T.inline
+        def multiply(at, local, parts, block, turn, warp, lane):
+            for part in range(batches):
+                step = T.meta_var(warp * share.steps + part * share.loads)
+                self.batch(at, local, block, turn * batches + part, step, warp, lane)
+                if self.is_channel and part == batches - 1:
+                    self.finish_piece(at, local, step, lane, 0, 0)
+                self.take_next(local)
+            self.leave(parts, local, lane, warp, turn % 2)
+            barrier()  # the other half of the parts is read before the next
+
+        return multiply
 
     def start(self, local: Registers) -> None:
         """Set all sums to zero, and take the first scales."""
@@ -284,7 +294,7 @@ class FewTokens:
 
 @dataclass(frozen=True)
 class Registers:
-    """What a lane keeps: codes, scales and zero points, operands A and B, constants, sums, outputs."""
+    """Hold a lane's codes, scales and zero points, operands A and B, constants, sums and outputs."""
 
     words: Any
     raw: Any

@@ -77,7 +77,7 @@ class Fragments:
 
     @property
     def integer(self) -> bool:
-        """Whether products are of int8."""
+        """Tell whether products are of int8."""
         return self.kind == "int8"
 
     @property

@@ -28,7 +28,7 @@ SHARED_BYTES = 163 << 10
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the tuner chooses; None is what suits the shape.
+    """Hold what the tuner chooses; None takes what suits the shape.
 
     Attributes:
         one: for one token.

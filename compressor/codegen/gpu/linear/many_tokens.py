@@ -316,7 +316,7 @@ class ManyTokens:
 
 @dataclass(frozen=True)
 class Registers:
-    """What a lane keeps: codes, scales and zero points, operands A and B, constants, sums, outputs, two values."""
+    """Hold a lane's codes, scales and zero points, operands A and B, constants, sums, outputs and two values."""
 
     words: Any
     raw: Any

@@ -21,7 +21,7 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from compressor.codegen.gpu.intrinsics import WARP, barrier
+from compressor.codegen.gpu.intrinsics import WARP, barrier, call
 from compressor.codegen.gpu.linear import products as of_products
 from compressor.codegen.gpu.linear.activations import Preparation, Prepared
 from compressor.codegen.gpu.linear.few_tokens import FewTokens, Registers
@@ -30,7 +30,7 @@ from compressor.codegen.gpu.linear.kernel import Schedule, preparing
 from compressor.codegen.gpu.linear.operands import Operands
 from compressor.codegen.gpu.linear.products import Products
 from compressor.codegen.gpu.linear.shares import Streaming
-from compressor.codegen.gpu.memory import call, held, shared, stream_word
+from compressor.codegen.gpu.memory import held, shared, stream_word
 from compressor.codegen.kernels.linear.prologue import Prologue, declare_inputs
 from compressor.codegen.kernels.linear.weights import Weight, by_token
 from compressor.formats.extras import ColumnBlocks
@@ -194,9 +194,9 @@ class KeptColumns(FewTokens):
         ``words`` and ``factor`` are those of all tokens, of which ``tokens`` from ``self.first`` on are computed; one
         token has none.
         """
-        operands, share, is_one, batches = self.operands, self.share, self.is_one, self.share.batches
+        operands, share, is_one = self.operands, self.share, self.is_one
         preparing = Preparation(self.row, prologue, self.threads, self.row.steps)
-        prepare = preparing.macro()
+        prepare, multiply = preparing.macro(), self.multiply_task()
 
         @T.inline
         def run(given, norm, words_, factor_, tokens):
@@ -222,14 +222,7 @@ class KeptColumns(FewTokens):
                     self.list_blocks(own[0], own[1], places, counts, thread)
                     self.gather(operand, row, places, thread, tokens)
                     barrier()
-                    for part in range(batches):
-                        step = T.meta_var(warp * share.steps + part * share.loads)
-                        self.batch(at, local, block, turn * batches + part, step, warp, lane)
-                        if self.is_channel and part == batches - 1:
-                            self.finish_piece(at, local, step, lane, 0, 0)
-                        self.take_next(local)
-                    self.leave(parts, local, lane, warp, turn % 2)
-                    barrier()  # the other half of the parts is read before the next
+                    multiply(at, local, parts, block, turn, warp, lane)
                     if block + turn * self.grid < self.tasks:
                         self.add_up(at, parts, own, thread, tokens, turn % 2)
 

@@ -13,11 +13,11 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
+from compressor.codegen.gpu.intrinsics import call
 from compressor.codegen.gpu.linear.fragments import LANES, Fragments
 from compressor.codegen.gpu.linear.kernel import Schedule, linear_kernel
 from compressor.codegen.gpu.linear.operands import Operands, PackedLoads
 from compressor.codegen.gpu.linear.products import Products
-from compressor.codegen.gpu.memory import call
 from compressor.codegen.kernels.linear.prologue import Prologue
 from compressor.codegen.kernels.linear.weights import Weight
 from compressor.formats.extras import KeptOfGroup

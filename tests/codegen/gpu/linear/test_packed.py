@@ -146,7 +146,7 @@ def test_schedules_of_the_spaces() -> None:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("__syncthreads();", ";"), ("memcpy(a, all + 64 * (4 * g + from)", "memcpy(a, all + 64 * (4 * t + from)")],
+    [("__syncthreads();", ";"), ("memcpy(&a, all + 64 * (4 * g + from)", "memcpy(&a, all + 64 * (4 * t + from)")],
 )
 def test_changes_are_seen(old: str, new: str) -> None:
     """Without a barrier there is a race, and with sums elsewhere numbers are wrong."""
