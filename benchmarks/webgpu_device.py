@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compressor.codegen.web import execute_webgpu as gpu
-from compressor.codegen.web.kernel import evaluate, specialised
+from compressor.codegen.web.kernel import evaluate
 
 TOLERANCE = 3e-6  # of the largest output, as in the tests
 LOGITS_TOLERANCE = 2e-5
@@ -72,22 +72,12 @@ def prepared(record: Mapping[str, Any], constants: Mapping[str, int], sets: Sequ
     import wgpu
 
     device = gpu.device()
-    module = device.create_shader_module(code=specialised(record["source"], constants))
-    kinds = {"read": wgpu.BufferBindingType.read_only_storage, "write": wgpu.BufferBindingType.storage}
-    types = [kinds[access] for access in record["buffers"]] + [wgpu.BufferBindingType.uniform]
-    stage = wgpu.ShaderStage.COMPUTE
-    layout = device.create_bind_group_layout(
-        entries=[{"binding": i, "visibility": stage, "buffer": {"type": kind}} for i, kind in enumerate(types)]
-    )
-    pipeline = device.create_compute_pipeline(
-        layout=device.create_pipeline_layout(bind_group_layouts=[layout]),
-        compute={"module": module, "entry_point": "main"},
-    )
+    pipeline = gpu.compiled(record, constants)
     content = struct.pack(f"<{len(sizes)}I", *sizes)
     uniform = device.create_buffer_with_data(data=content + bytes(-len(content) % 16), usage=wgpu.BufferUsage.UNIFORM)
     groups = [
         device.create_bind_group(
-            layout=layout,
+            layout=pipeline.get_bind_group_layout(0),
             entries=[{"binding": i, "resource": {"buffer": b}} for i, b in enumerate([*buffers, uniform])],
         )
         for buffers in sets

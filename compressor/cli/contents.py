@@ -51,7 +51,8 @@ def inspect_path(path: Path) -> dict[str, Any]:
 
 
 _OF_KERNELS = ("name", "evidence", "registers", "spill_bytes", "shared_bytes", "schedule_chosen")
-"""What is told of a kernel: the last four of kernels for GPUs: of a thread, of a block, and why it is as it is."""
+"""Fields of a kernel that are listed; the last four are of kernels for GPUs: registers and spilled bytes of a thread,
+shared memory of a block, and why the schedule was chosen."""
 
 
 def _inspect_bundle(path: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from compressor.host.cache import read_entries
 from compressor.host.resources import PACKAGE
 
 SHIPPED = PACKAGE / "codegen" / "gpu" / "measured.json"
-"""What was measured on GPUs of the class of an H100; absent until something was."""
+"""The file of times that were measured on an H200."""
 MODELLED, DEFAULT, ALONE = "modelled", "the default", "the only one"
 _FORM = re.compile(r"[ -](SXM\d*|PCIe|NVL|HBM\w*|\d+ ?GB)\b.*")
 
@@ -52,7 +52,7 @@ def varying(space: Sequence[Any]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Entry:
-    """What was measured of one kernel on one class of GPUs.
+    """Hold the measured times of one kernel's candidates on one class of GPUs.
 
     Attributes:
         device: the class, as :func:`device_class` gives it.
@@ -68,11 +68,13 @@ class Entry:
 
     def relative(self, wanted: Mapping[str, Any]) -> float:
         """Return a candidate's time by the best's; infinity if it is not known."""
-        known = [s for s in self.seconds if s is not None]
-        found = [
-            s for fields, s in zip(self.schedules, self.seconds, strict=True) if fields == wanted and s is not None
-        ]
-        return found[0] / min(known) if found else math.inf
+        found = self.seconds_of(wanted)
+        return math.inf if found is None else found / min(s for s in self.seconds if s is not None)
+
+    def seconds_of(self, wanted: Mapping[str, Any]) -> float | None:
+        """Return a candidate's time; None if it is not known."""
+        pairs = zip(self.schedules, self.seconds, strict=True)
+        return next((seconds for fields, seconds in pairs if fields == wanted and seconds is not None), None)
 
     @property
     def archs(self) -> tuple[int, int]:
@@ -174,14 +176,9 @@ class DeviceTuner(Tuner):
                 continue
             names = ", ".join(sorted(entry.device.split("|")[2] for entry in entries))
             older = "" if all(entry.is_current for entry in entries) else ", of an earlier version of the kernels"
-            times = [_seconds(entries[0], one) for one in candidates]
+            times = [entries[0].seconds_of(one) for one in candidates]
             return won, f"measured on {names}{older}", times
         if self.mode == "off" or estimate is None:
             return 0, DEFAULT, []
         foreseen: list[float] = [estimate(schedule) for schedule in space]
         return min(range(len(space)), key=foreseen.__getitem__), MODELLED, list(foreseen)
-
-
-def _seconds(entry: Entry, wanted: Mapping[str, Any]) -> float | None:
-    pairs = zip(entry.schedules, entry.seconds, strict=True)
-    return next((seconds for fields, seconds in pairs if fields == wanted), None)

@@ -14,9 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from compressor.codegen.backend import Check, DumpPhase, Written
-from compressor.codegen.kernels import n_of_m
 from compressor.codegen.kernels.convolution import depthwise
-from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.lowering.compile import Library, compile_graph
 from compressor.codegen.lowering.converters.converter import Converter
 from compressor.codegen.lowering.convolutions import reads_groups
@@ -100,8 +98,16 @@ class NativeBackend:
     ) -> None:
         """Generate the kernels for all instruction sets."""
         for isa in (None, *self._target.faster()):
-            options: dict[str, Any] = {"tune": tune, "threads": self._threads, "pinned": pinned, "dump": dump(isa)}
-            library = compile_graph(graph, self._target, isa=isa, kernels=self._kernels, **options)
+            library = compile_graph(
+                graph,
+                self._target,
+                isa=isa,
+                kernels=self._kernels,
+                tune=tune,
+                threads=self._threads,
+                pinned=pinned,
+                dump=dump(isa),
+            )
             self._libraries.append(library)
             self.schedules |= library.schedules
             self.tried += library.tried
@@ -208,7 +214,7 @@ def check_kernels_of(graph: GraphModule, isas: Sequence[Isa]) -> None:
     for name, format_name in formats.items():
         fmt = Format.parse(format_name)
         for isa in isas:
-            if reason := packed_linear.supports(fmt, isa) or n_of_m.supports(fmt):
+            if reason := cpu_kernels(isa).supports(fmt):
                 raise UsageError(f"{name}: {fmt.name}: {reason}; take a format without it")
 
 

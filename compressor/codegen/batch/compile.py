@@ -23,7 +23,7 @@ def compile_choice(wanted: Wanted, target: NativeTarget, isa: Isa, library: Path
     Candidates that do not compile are left out, and say why.
 
     Raises:
-        ToolchainError: there is no nvcc or no linker, or none of the candidates compiles.
+        ToolchainError: nvcc or a linker is missing, or all candidates fail to compile.
     """
     functions, names = distinct(wanted)
     refused: dict[str, str] = {}

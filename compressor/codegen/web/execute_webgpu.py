@@ -139,22 +139,26 @@ class Pipelines:
 
     def _pipeline(self, name: str) -> Any:
         if name not in self._compiled:
-            import wgpu
-
             record = self.records[name]
-            text = specialised(record["source"], record["constants"], half=self._half)
-            module = device().create_shader_module(code=text)
-            kinds = {"read": wgpu.BufferBindingType.read_only_storage, "write": wgpu.BufferBindingType.storage}
-            types = [kinds[access] for access in record["buffers"]] + [wgpu.BufferBindingType.uniform]
-            stage = wgpu.ShaderStage.COMPUTE
-            layout = device().create_bind_group_layout(
-                entries=[{"binding": i, "visibility": stage, "buffer": {"type": kind}} for i, kind in enumerate(types)]
-            )
-            self._compiled[name] = device().create_compute_pipeline(
-                layout=device().create_pipeline_layout(bind_group_layouts=[layout]),
-                compute={"module": module, "entry_point": record.get("entry", "main")},
-            )
+            self._compiled[name] = compiled(record, record["constants"], half=self._half)
         return self._compiled[name]
+
+
+def compiled(record: Mapping[str, Any], constants: Mapping[str, int], *, half: bool = False) -> Any:
+    """Compile a kernel with the given constants in place of its own."""
+    import wgpu
+
+    module = device().create_shader_module(code=specialised(record["source"], constants, half=half))
+    kinds = {"read": wgpu.BufferBindingType.read_only_storage, "write": wgpu.BufferBindingType.storage}
+    types = [kinds[access] for access in record["buffers"]] + [wgpu.BufferBindingType.uniform]
+    stage = wgpu.ShaderStage.COMPUTE
+    layout = device().create_bind_group_layout(
+        entries=[{"binding": i, "visibility": stage, "buffer": {"type": kind}} for i, kind in enumerate(types)]
+    )
+    return device().create_compute_pipeline(
+        layout=device().create_pipeline_layout(bind_group_layouts=[layout]),
+        compute={"module": module, "entry_point": record.get("entry", "main")},
+    )
 
 
 def run_kernels(
