@@ -19,6 +19,7 @@ from compressor.host.threads import wait_passively
 wait_passively()  # as the command does; before torch is imported
 gc.set_threshold(10_000)
 
+from missing import skip_or_fail  # noqa: E402
 from pages import browser, made, open_page, serve  # noqa: E402, F401 (fixtures)
 from prices import share_prices  # noqa: E402
 
@@ -45,9 +46,7 @@ def require_adapter() -> None:
     try:
         device()
     except ToolchainError as error:
-        if os.environ.get("CI"):
-            pytest.fail(f"{error}; CI runs every test: install it in start.py", pytrace=False)
-        pytest.skip(str(error))
+        skip_or_fail(error)
 
 
 @pytest.fixture(scope="session")
@@ -87,9 +86,7 @@ def require_tool() -> Callable[..., Path]:
             if tuple(map(int, re.findall(r"\d+", stated))) < least:
                 found, reason = None, f"{name} is {stated}, older than {'.'.join(map(str, least))}"
         if found is None:
-            if os.environ.get("CI"):
-                pytest.fail(f"{reason}; CI runs every test: install it in start.py", pytrace=False)
-            pytest.skip(reason)
+            skip_or_fail(reason)
         return Path(found)
 
     return require
@@ -109,9 +106,7 @@ def require_model() -> Callable[[Any], Path]:
         except RecipeError as error:
             if not recipe.model.startswith("package:"):
                 raise
-            if os.environ.get("CI"):
-                pytest.fail(f"{error}; CI runs every test: install it in start.py", pytrace=False)
-            pytest.skip(str(error))
+            skip_or_fail(error)
 
     return require
 

@@ -54,13 +54,7 @@ ptxas info    : Used 64 registers, used 1 barriers, 1024 bytes smem
 @pytest.fixture
 def fake_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile CUDA text for the fake driver, in place of nvcc."""
-    lockstep.start()
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda: Path("nvcc"))
-    monkeypatch.setattr(
-        toolchain,
-        "compile_fatbin",
-        lambda text, _archs: (lockstep.compile_text(text), REPORT.format("rms_norm_32_1em06")),
-    )
+    lockstep.stand_in_for_nvcc(monkeypatch, REPORT.format("rms_norm_32_1em06"))
 
 
 def recipe(model: Path, **keys: object) -> Recipe:

@@ -88,6 +88,17 @@ def tolerance(fmt: Format, isa: Isa) -> float:
     return SPLIT if not tiles_support(fmt, isa) and not fmt.integer_products else TOLERANCE
 
 
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    """Return standard normal numbers."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def orders(kv_heads: int, width: int, seed: int) -> torch.Tensor:
+    """Return an order of the channels for each head of keys, int32 [Hkv, D]."""
+    rng = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randperm(width, generator=rng) for _ in range(kv_heads)]).int()
+
+
 def random_packed(fmt: Format, rows: int, columns: int, rng: torch.Generator) -> PackedWeight:
     blocks = fmt.extra(ColumnBlocks)
     if blocks is not None:

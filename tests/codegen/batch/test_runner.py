@@ -69,9 +69,7 @@ def wanted(*ways: Way) -> Wanted:
 
 @pytest.fixture
 def fake_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
-    lockstep.start()
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda: Path("nvcc"))
-    monkeypatch.setattr(toolchain, "compile_fatbin", lambda text, _archs: (lockstep.compile_text(text), ""))
+    lockstep.stand_in_for_nvcc(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import lockstep
@@ -17,7 +16,6 @@ from torch.fx import GraphModule
 from tvm import relax
 
 from compressor.capture.capture import capture
-from compressor.codegen.gpu import toolchain
 from compressor.codegen.gpu.kernel_set import gpu_kernels
 from compressor.codegen.gpu.linear.kernel import Schedule
 from compressor.codegen.gpu.linear.shares import Streaming, Tiling
@@ -45,9 +43,7 @@ def small_kernels(isa: Isa) -> KernelSet:
 @pytest.fixture
 def fake_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile CUDA text for the fake driver, in place of nvcc."""
-    lockstep.start()
-    monkeypatch.setattr(toolchain, "find_nvcc", lambda: Path("nvcc"))
-    monkeypatch.setattr(toolchain, "compile_fatbin", lambda text, _archs: (lockstep.compile_text(text), ""))
+    lockstep.stand_in_for_nvcc(monkeypatch)
 
 
 class Program:

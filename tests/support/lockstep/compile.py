@@ -12,6 +12,11 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from missing import skip_or_fail
+
+from compressor.codegen.gpu.toolchain import find_nvcc
+from compressor.errors import ToolchainError
+
 FLAGS = [
     "-std=c++20", "-O1", "-fPIC", "-march=native", "-ffp-contract=fast", "-fno-strict-aliasing", "-w",
     "-U_FORTIFY_SOURCE", "-fno-gnu-unique",  # modules with kernels of the same name are apart
@@ -106,17 +111,10 @@ def ptxas_report(text: str, arch: str = "sm_90") -> str:
     Raises:
         RuntimeError: the text is not valid CUDA; the message is nvcc's.
     """
-    import pytest  # here, as processes that run bundles have neither this nor the compiler
-
-    from compressor.codegen.gpu.toolchain import find_nvcc
-    from compressor.errors import ToolchainError
-
     try:
         nvcc = find_nvcc()
     except ToolchainError as error:
-        if os.environ.get("CI"):
-            pytest.fail(f"{error}; CI runs every test: install it in start.py", pytrace=False)
-        pytest.skip(str(error))
+        skip_or_fail(error)
     with tempfile.TemporaryDirectory() as name:
         source = Path(name) / "kernels.cu"
         source.write_text(text)

@@ -6,21 +6,12 @@ import lockstep
 import numpy as np
 import pytest
 import torch
-from kernel_cases import OPS, SPLIT, TOLERANCE, check_special, relative_error, special_attention
+from kernel_cases import OPS, SPLIT, TOLERANCE, check_special, normal, orders, relative_error, special_attention
 from lockstep import build, run
 
 from compressor.codegen.gpu.attention import packed
 from compressor.formats.cache import CacheFormat
 from compressor.formats.packed_cache import dequantize_cache
-
-
-def normal(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def orders(kv_heads: int, width: int, seed: int) -> torch.Tensor:
-    rng = torch.Generator().manual_seed(seed)
-    return torch.stack([torch.randperm(width, generator=rng) for _ in range(kv_heads)]).int()
 
 
 @pytest.mark.parametrize(

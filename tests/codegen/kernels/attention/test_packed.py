@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import tvm
-from kernel_cases import check_special, special_attention
+from kernel_cases import check_special, normal, orders, special_attention
 
 import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.codegen.isa import Isa
@@ -37,15 +37,6 @@ def run(kernel: Any, *operands: Any, out: torch.Tensor) -> torch.Tensor:
     given = [x for x in operands if x is not None]
     kernel(*(tvm.runtime.tensor(x.contiguous().numpy()) if isinstance(x, torch.Tensor) else x for x in given), result)
     return torch.from_numpy(result.numpy())
-
-
-def normal(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def orders(kv_heads: int, width: int, seed: int) -> torch.Tensor:
-    rng = torch.Generator().manual_seed(seed)
-    return torch.stack([torch.randperm(width, generator=rng) for _ in range(kv_heads)]).int()
 
 
 @pytest.mark.parametrize(
