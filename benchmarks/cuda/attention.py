@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from linears import bandwidth, load_runtime, timed
+from linears import bandwidth, compile_kernel, lay_out, load_runtime, timed
 
 WIDTH, CAPACITY, COPIES = 128, 32768, 2
 HEADS = {"32 heads, 8 of keys": (32, 8), "32 heads": (32, 32)}
@@ -29,23 +27,10 @@ PROMPTS = (128, 1024, 4096)
 
 def export(folder: Path, wheel: Path | None) -> None:
     """Compile the kernels, and lay them beside what runs them."""
-    import tvm
-
     from compressor.codegen.gpu.attention import kernels, packed
-    from compressor.codegen.gpu.toolchain import device_code
-    from compressor.codegen.tir_pipeline import PIPELINE
     from compressor.formats.cache import CacheFormat
 
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "lib").mkdir(parents=True)
-    for name in ("libtvm_runtime.so", "libtvm_runtime_cuda.so"):
-        shutil.copy(Path(tvm.__file__).parent / "lib" / name, folder / "lib")
-    if wheel is not None:
-        zipfile.ZipFile(wheel).extractall(folder / "python")
-    target = tvm.target.Target(
-        {"kind": "cuda", "arch": "sm_90", "max_threads_per_block": 1024, "max_shared_memory_per_block": 49152,
-         "thread_warp_size": 32}, host="llvm",
-    )  # fmt: skip
+    lay_out(folder, wheel)
     cases = []
     for shape, (heads, kv_heads) in HEADS.items():
         for cache in CACHES:
@@ -54,11 +39,8 @@ def export(folder: Path, wheel: Path | None) -> None:
                 function = kernels.cached_attention(*arguments)
             else:
                 function = packed.packed_attention(*arguments, CacheFormat.parse(cache), False)
-            module = tvm.IRModule({"kernel": function.with_attr("global_symbol", "kernel")})
-            with device_code(["sm_90"]) as usage:
-                executable = tvm.compile(module, target=target, tir_pipeline=PIPELINE)
             cases.append({"file": f"{len(cases)}.so", "shape": shape, "cache": cache})
-            executable.export_library(str(folder / cases[-1]["file"]))
+            usage = compile_kernel(function, folder / cases[-1]["file"])
             print(shape, cache, {name: (one.registers, one.spill_bytes) for name, one in usage.items()}, flush=True)
     (folder / "cases.json").write_text(json.dumps(cases, indent=1))
 

@@ -30,6 +30,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # only formats are imported where it measures
 
+RUNTIME = ("libtvm_runtime.so", "libtvm_runtime_cuda.so")
 CALLS, REPLAYS, CACHE = 50, 9, 160 << 20
 TOKENS = (1, 4, 16, 128, 1024)
 SHAPES = {
@@ -57,22 +58,10 @@ PLAIN = {
 
 def export(folder: Path, wheel: Path | None, is_quick: bool) -> None:
     """Compile all kernels, and lay them beside what runs them."""
-    import tvm
-
     from compressor.codegen.gpu.linear import kernel, packed
-    from compressor.codegen.gpu.toolchain import device_code
-    from compressor.codegen.tir_pipeline import PIPELINE
     from compressor.formats.format import Format
 
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "lib").mkdir(parents=True)
-    for name in ("libtvm_runtime.so", "libtvm_runtime_cuda.so"):
-        shutil.copy(Path(tvm.__file__).parent / "lib" / name, folder / "lib")
-    if wheel is not None:
-        zipfile.ZipFile(wheel).extractall(folder / "python")
-        for unused in ("include", "share", "3rdparty", "src", "cython"):
-            path = folder / "python" / "tvm_ffi" / unused
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    lay_out(folder, wheel)
     spaces = (
         kernel.one_token_space(), kernel.few_tokens_space(), kernel.some_tokens_space(), kernel.many_tokens_space(),
         kernel.most_tokens_space(),
@@ -82,18 +71,11 @@ def export(folder: Path, wheel: Path | None, is_quick: bool) -> None:
     wanted += [(f, s, 0) for f, shapes in PLAIN.items() for s in shapes]
     if is_quick:
         wanted = [one for one in wanted if one[2] == 0 and one[1] == "4096x4096"]
-    target = tvm.target.Target(
-        {"kind": "cuda", "arch": "sm_90", "max_threads_per_block": 1024, "max_shared_memory_per_block": 49152,
-         "thread_warp_size": 32}, host="llvm",
-    )  # fmt: skip
     cases = []
     for i, (fmt, shape, which) in enumerate(wanted):
         rows, columns = SHAPES[shape]
         function = packed.fused_linear(rows, columns, Format.parse(fmt), False, schedules[which])
-        module = tvm.IRModule({"kernel": function.with_attr("global_symbol", "kernel")})
-        with device_code(["sm_90"]) as usage:
-            executable = tvm.compile(module, target=target, tir_pipeline=PIPELINE)
-        executable.export_library(str(folder / f"{i}.so"))
+        usage = compile_kernel(function, folder / f"{i}.so")
         spilled = {name: one.spill_bytes for name, one in usage.items() if one.spill_bytes}
         text = re.sub(r"\w+=(?=\d)", "", repr(schedules[which]))
         cases.append({"file": f"{i}.so", "format": fmt, "shape": shape, "which": which, "schedule": text})
@@ -101,6 +83,37 @@ def export(folder: Path, wheel: Path | None, is_quick: bool) -> None:
     (folder / "cases.json").write_text(json.dumps(cases, indent=1))
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(f"{size / 1e6:.1f} MB")
+
+
+def lay_out(folder: Path, wheel: Path | None) -> None:
+    """Make a folder with TVM's run-time libraries, and with tvm_ffi out of a wheel."""
+    from compressor.export.native import copy_tvm_runtime
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    copy_tvm_runtime(folder / "lib", RUNTIME)
+    if wheel is None:
+        return
+    zipfile.ZipFile(wheel).extractall(folder / "python")
+    for unused in ("include", "share", "3rdparty", "src", "cython"):
+        path = folder / "python" / "tvm_ffi" / unused
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def compile_kernel(function: Any, library: Path) -> dict[str, Any]:
+    """Compile a kernel for Hopper into a library; return what ptxas reports of its functions."""
+    import tvm
+
+    from compressor.codegen.gpu.toolchain import device_code
+    from compressor.codegen.targets.cuda import Cuda
+    from compressor.codegen.tir_pipeline import PIPELINE
+
+    target = Cuda("sm_90")
+    module = tvm.IRModule({"kernel": function.with_attr("global_symbol", "kernel")})
+    with device_code(target.resolve().archs) as usage:
+        executable = tvm.compile(module, target=target.tvm_target(target.resolve()), tir_pipeline=PIPELINE)
+    executable.export_library(str(library))
+    return usage
 
 
 def load_runtime(folder: Path) -> Any:
@@ -116,7 +129,7 @@ def load_runtime(folder: Path) -> Any:
 
         found = [next(Path(p).rglob("libcudart.so.13"), None) for p in nvidia.__path__]
         ctypes.CDLL(str(next(path for path in found if path is not None)), ctypes.RTLD_GLOBAL)
-    for name in ("libtvm_runtime.so", "libtvm_runtime_cuda.so"):
+    for name in RUNTIME:
         ctypes.CDLL(str(folder / "lib" / name), ctypes.RTLD_GLOBAL)
     return tvm_ffi
 
