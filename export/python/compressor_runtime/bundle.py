@@ -232,7 +232,8 @@ class Bundle:
             memory = encode_source(self.model, encode, source, source_mask, batch, self.device.put)
         elif source is not None or source_mask is not None:
             raise RequestError(f"{self.path}: holds a decoder, which reads no source; give it to step()")
-        return Session(self.model, self.limit, self.call, batch, capacity, memory, self.device, self._record)
+        verify = partial(self.call, entry="verify") if "verify" in self._parameters else None
+        return Session(self.model, self.limit, self.call, batch, capacity, memory, self.device, self._record, verify)
 
     def generate(
         self,
