@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from copy import deepcopy
 from itertools import chain
 from typing import Any
 
@@ -34,6 +35,26 @@ def choose(
     if top_p < 1:
         sums = sums[: int(np.searchsorted(sums, top_p * sums[-1])) + 1]
     return int(tokens[min(np.searchsorted(sums, generator.random() * sums[-1], side="right"), len(sums) - 1)])
+
+
+class Sampler:
+    """Choose token after token, with one draw of a random stream each; greedily, with none.
+
+    Args:
+        generator: the stream.
+        temperature, top_k, top_p: as of :func:`choose`.
+    """
+
+    def __init__(self, generator: np.random.Generator, temperature: float, top_k: int, top_p: float) -> None:
+        self._generator, self._options = generator, (temperature, top_k, top_p)
+
+    def pick(self, logits: NDArray[np.float32]) -> int:
+        """Return a token id from logits [V]."""
+        return choose(logits, self._generator, *self._options)
+
+    def ahead(self, count: int) -> NDArray[np.float64]:
+        """Return the uniform numbers [count] of the next draws, which stay to be drawn."""
+        return deepcopy(self._generator).random(count)
 
 
 def next_tokens(

@@ -1,0 +1,84 @@
+"""Make drafts of each kind, and keep what they learn from one text to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compressor_runtime.generation import Sampler
+from compressor_runtime.speculation.acceptance import Acceptance
+from compressor_runtime.speculation.counts import Speculation
+from compressor_runtime.speculation.engine import Engine, Target, Text
+from compressor_runtime.speculation.lookup import Lookup, lookup_prior
+from compressor_runtime.speculation.pace import Pace
+from compressor_runtime.speculation.recycling import Recycling, Successors, recycling_prior
+from compressor_runtime.speculation.tree import Draft
+
+KINDS = {"lookup": (Lookup.name,), "recycle": (Recycling.name,), "auto": (Lookup.name, Recycling.name)}
+"""The drafts that each kind takes."""
+
+
+def _prior(source: Hashable) -> float:
+    entry: Any = source
+    name, number, rank = entry
+    return lookup_prior(number, rank) if name == Lookup.name else recycling_prior(number)
+
+
+class Drafts:
+    """Times, estimates and candidates of a model, which its texts share.
+
+    Args:
+        vocab_size: tokens of the model.
+        pace: decides when drafts pay.
+    """
+
+    def __init__(self, vocab_size: int, pace: Pace | None = None) -> None:
+        self.pace = pace or Pace()
+        self.acceptance = Acceptance(_prior)
+        self._successors = Successors(vocab_size)
+
+    def start(self, kind: str, ids: Sequence[int]) -> list[Draft]:
+        """Return the drafts of a kind for a text that begins with a prompt."""
+        made: list[Draft] = []
+        for name in KINDS[kind]:
+            made.append(
+                Lookup(self.acceptance) if name == Lookup.name else Recycling(self._successors, self.acceptance)
+            )
+            made[-1].extend(ids)
+        return made
+
+    def tokens(
+        self,
+        session: Target,
+        first: NDArray[np.int64],
+        sampler: Sampler,
+        ends: Mapping[int, str],
+        count: int,
+        counts: Speculation,
+    ) -> Generator[int, None, str]:
+        """Yield token after token; the generator's value tells why it ended.
+
+        The tokens are those of :func:`compressor_runtime.generation.next_tokens` with the same stream of random
+        numbers.
+
+        Args:
+            session: new, of one sequence.
+            first: the prompt, int64 [1, S].
+            sampler: chooses tokens.
+            ends: tokens that end the text, each with the reason.
+            count: at most so many tokens; the model has room for one less.
+            counts: what is counted, its kind given.
+        """
+        if not count:
+            return "length"
+        prompt = first[0].tolist()
+        text = Text(0, self.start(counts.kind, prompt), sampler, ends, count)
+        engine = Engine(session, self.pace, self.acceptance, counts)
+        logits = session.step(first)[0]
+        yield from engine.begin(text, prompt[-1:], logits[-1:])
+        for gained in engine.rounds([text]):
+            yield from gained[0][1]
+        return text.finish_reason or "length"
