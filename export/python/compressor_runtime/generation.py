@@ -120,9 +120,19 @@ class Generation(Iterator[str]):
         new_tokens: tokens that were computed so far; an end-of-sequence token, which has no text, is not counted.
         finish_reason: why it ended: "eos_token", "stop_sequence", or "length" where it has as many tokens as it may
             have or the model has no further position; None while it goes on.
+        speculation: counts and times of drafts, a :class:`~compressor_runtime.speculation.counts.Speculation`; None
+            without drafts.
     """
 
-    def __init__(self, prompt: Sequence[int], tokens: Generator[int, None, str], stream: TextStream, stops: list[str]):
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        tokens: Generator[int, None, str],
+        stream: TextStream,
+        stops: list[str],
+        speculation: Any = None,
+    ) -> None:
+        self.speculation = speculation
         self.prompt_tokens, self.new_tokens = len(prompt), 0
         self.finish_reason: str | None = None
         self._pieces = self._text(tokens, stream, stops)

@@ -8,9 +8,10 @@ drafted, and trees need no rule of their own.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -87,7 +88,7 @@ class _Round:
 
     text: Text
     drafted: Tree
-    verified: Tree = field(default_factory=Tree)
+    verified: Tree = dataclasses.field(default_factory=Tree)
     start: int = 0
 
 

@@ -22,8 +22,7 @@ _MOST_CREDIT_STEPS = 20  # a gain of long ago does not pay for long losses
 class Pace:
     """Times of steps and verifications, and an account of each draft: what it has gained, less what it has cost.
 
-    One serves all texts of a bundle.  Times are running medians, so they follow a context that grows, and a machine that
-    is busy.
+    One serves all texts of a bundle.  Times are running medians: they follow a context that grows, and a busy machine.
 
     Args:
         clock: seconds, rising.
@@ -100,9 +99,7 @@ class Pace:
         self._elapsed_s += seconds
         self._accounts[name] = self._accounts.get(name, 0.0) - seconds
 
-    def settle(
-        self, seconds: float, sequences: int, drafted: Mapping[str, int], accepted: Mapping[str, int]
-    ) -> None:
+    def settle(self, seconds: float, sequences: int, drafted: Mapping[str, int], accepted: Mapping[str, int]) -> None:
         """Book a verification: each draft gains the steps that its tokens saved, and bears its rows' share of the rest.
 
         Args:
