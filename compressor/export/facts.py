@@ -97,6 +97,7 @@ def model_facts(graph: GraphModule) -> dict[str, Any]:
         del facts["states"]
     else:
         facts["state_bytes"] = state_bytes(info.states)
+    del facts["speculates"]  # `entries` says it
     if info.encoder_source is None:
         del facts["encoder_source"]
     if info.pair is None:

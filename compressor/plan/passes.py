@@ -6,6 +6,7 @@ the graph that it will meet.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch.fx import GraphModule
 from compressor.codegen.lowering.experts.stack import as_lowered
 from compressor.errors import CaptureError, RecipeError, UsageError
 from compressor.formats.format import Format
+from compressor.graph.kinds.token_trees import why_no_trees
 from compressor.graph.model import ModelInfo, clone_graph, weight_bytes
 from compressor.graph.rewrite import set_parameter
 from compressor.pipeline.context import Context
@@ -47,6 +49,19 @@ class PlannedPasses:
     passes: tuple[PassPlan, ...]
     before: tuple[GraphModule, ...]
     final: GraphModule
+
+
+def mark_entries(graph: GraphModule, recipe: Recipe) -> None:
+    """State in the facts about a captured model whether its library is to verify drafted tokens.
+
+    Raises:
+        RecipeError: this model's tokens cannot be verified; it names the recipe's line.
+    """
+    if recipe.speculate is None:
+        return
+    if reason := why_no_trees(graph):
+        raise recipe.problem(("speculate",), f"{graph.meta['model'].name}: {reason}; leave it out")
+    graph.meta["model"] = dataclasses.replace(graph.meta["model"], speculates=True)
 
 
 def plan_passes(graph: GraphModule, recipe: Recipe, backend: Backend) -> PlannedPasses:

@@ -45,6 +45,8 @@ class Recipe(Section):
         passes: the passes, in order: frozen dataclasses that satisfy :class:`compressor.pipeline.pipeline.Pass`.
         target: the target to generate code for.
         tune: how long to search for fast kernels.
+        speculate: how a decoder's bundle drafts tokens that it verifies several at a time: ``lookup``, ``recycle`` or
+            ``auto``; None makes no entry that verifies.
         gates: conditions that the result must meet.
         output: folder of the bundle, relative to the current folder.
         checkpoint: folder (Hugging Face) or ``.pt2`` file (torch.export) for the model before the first pass that packs
@@ -59,6 +61,7 @@ class Recipe(Section):
     passes: tuple[Any, ...]
     target: TargetSpec = TargetSpec("x86")
     tune: Literal["off", "quick", "full"] = "quick"
+    speculate: Literal["lookup", "recycle", "auto"] | None = None
     gates: tuple[Gate, ...] = ()
     output: StrictStr | None = Field(default=None, min_length=1)
     checkpoint: StrictStr | None = Field(default=None, min_length=1)

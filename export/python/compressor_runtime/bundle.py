@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from compressor_runtime.arguments import array, check_inputs, prompt_ids, real, stops_of, token_ids, whole
+from compressor_runtime.arguments import array, check_inputs, prompt_ids, stops_of, token_ids, whole
 from compressor_runtime.check import check_files
 from compressor_runtime.cpu import choose_library, thread_count
 from compressor_runtime.device.choice import choose_device
@@ -21,7 +21,7 @@ from compressor_runtime.device.gpu import Gpu
 from compressor_runtime.device.host import Host
 from compressor_runtime.device.recorded import Record, Recorder
 from compressor_runtime.errors import BundleError, DamagedBundleError, RequestError
-from compressor_runtime.generation import Generation, Sampler, TextStream, next_tokens
+from compressor_runtime.generation import Generation, Sampler, TextStream, checked_sampler, next_tokens
 from compressor_runtime.manifest import (
     GENERATING,
     MEASUREMENTS,
@@ -234,7 +234,8 @@ class Bundle:
             memory = encode_source(self.model, encode, source, source_mask, batch, self.device.put)
         elif source is not None or source_mask is not None:
             raise RequestError(f"{self.path}: holds a decoder, which reads no source; give it to step()")
-        return Session(self.model, self.limit, self.call, batch, capacity, memory, self.device, self._record)
+        verify = partial(self.call, entry="verify") if "verify" in self._parameters else None
+        return Session(self.model, self.limit, self.call, batch, capacity, memory, self.device, self._record, verify)
 
     def generate(
         self,
@@ -270,8 +271,8 @@ class Bundle:
         self._check_generates()
         ends, texts = stops_of(stop)
         ids = self._prompt_ids(prompt) if self._reads_tokens else []
-        counts = self._counts(speculate)
-        tokens = self._tokens(ids or prompt, max_tokens, temperature, top_k, top_p, seed, ends, counts)
+        sampler, counts = checked_sampler(temperature, top_k, top_p, seed), self._counts(speculate)
+        tokens = self._tokens(ids or prompt, max_tokens, sampler, ends, counts)
         before = ids if self.kind == "decoder" else self.model["encoder_source"]["start_ids"]
         return Generation(ids, tokens, TextStream(self.tokenizer, before), texts, counts)
 
@@ -292,26 +293,15 @@ class Bundle:
         Arguments and errors are those of :meth:`generate`; the generator's value is :attr:`Generation.finish_reason`.
         """
         self._check_generates()
-        ends, counts = stops_of(stop)[0], self._counts(speculate)
-        return self._tokens(prompt, max_tokens, temperature, top_k, top_p, seed, ends, counts)
+        sampler, counts = checked_sampler(temperature, top_k, top_p, seed), self._counts(speculate)
+        return self._tokens(prompt, max_tokens, sampler, stops_of(stop)[0], counts)
 
     def _tokens(
-        self,
-        prompt: Prompt,
-        max_tokens: int,
-        temperature: float,
-        top_k: int,
-        top_p: float,
-        seed: int | None,
-        stop: list[int],
-        counts: Speculation | None,
+        self, prompt: Prompt, max_tokens: int, sampler: Sampler, stop: list[int], counts: Speculation | None
     ) -> Generator[int, None, str]:
-        max_tokens, top_k = whole("max_tokens", max_tokens, 0), whole("top_k", top_k, 0)
-        temperature, top_p = real("temperature", temperature), real("top_p", top_p, above=0, most=1)
-        seed = None if seed is None else whole("seed", seed, 0)
-        stops = dict.fromkeys(stop, "stop_sequence")
+        max_tokens, stops = whole("max_tokens", max_tokens, 0), dict.fromkeys(stop, "stop_sequence")
         if labels_frames(self.model):
-            return frame_tokens(self.model, self._run, prompt, max_tokens, temperature, stops)
+            return frame_tokens(self.model, self._run, prompt, max_tokens, sampler.temperature, stops)
         facts: dict[str, Any] | None = self.model["encoder_source"] if self.kind == "seq2seq" else None
         if facts is None:
             first, source = token_ids([self._prompt_ids(prompt)], self.model["vocab_size"]), None
@@ -320,7 +310,6 @@ class Bundle:
         session = self.session(1, first.shape[1] + min(max_tokens, 256), source)
         session.make_room(first.shape[1])
         ends = stops | dict.fromkeys(self.model["eos_ids"], "eos_token")
-        sampler = Sampler(np.random.default_rng(seed), temperature, top_k, top_p)
         # The last token needs no position: nothing follows it.
         count = tokens_left(facts, max_tokens, self.limit + 1 - first.shape[1])
         if counts is not None:

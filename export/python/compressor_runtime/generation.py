@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from compressor_runtime.arguments import real, whole
 from compressor_runtime.errors import BundleError
 
 
@@ -46,6 +47,7 @@ class Sampler:
     """
 
     def __init__(self, generator: np.random.Generator, temperature: float, top_k: int, top_p: float) -> None:
+        self.temperature = temperature
         self._generator, self._options = generator, (temperature, top_k, top_p)
 
     def pick(self, logits: NDArray[np.float32]) -> int:
@@ -55,6 +57,17 @@ class Sampler:
     def ahead(self, count: int) -> NDArray[np.float64]:
         """Return the uniform numbers [count] of the next draws, which stay to be drawn."""
         return deepcopy(self._generator).random(count)
+
+
+def checked_sampler(temperature: float, top_k: int, top_p: float, seed: int | None) -> Sampler:
+    """Return a sampler for the arguments of :meth:`Bundle.generate`.
+
+    Raises:
+        RequestError: one is out of range.
+    """
+    generator = np.random.default_rng(None if seed is None else whole("seed", seed, 0))
+    temperature, top_k = real("temperature", temperature), whole("top_k", top_k, 0)
+    return Sampler(generator, temperature, top_k, real("top_p", top_p, above=0, most=1))
 
 
 def next_tokens(

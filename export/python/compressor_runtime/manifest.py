@@ -163,12 +163,12 @@ def entry_indices(manifest: dict[str, Any]) -> dict[str, list[int]]:
     """Return, of each entry function of the kernels, the indices of its parameters; most bundles have ``main`` alone.
 
     Raises:
-        DamagedBundleError: ``main`` is missing, an encoder-decoder's ``encode`` is, what embeds texts is (``text``), or
-            an index is out of range.
+        DamagedBundleError: ``main`` is missing, an encoder-decoder's ``encode`` is, what embeds texts is (``text``), a
+            decoder has another second entry than ``verify``, or an index is out of range.
     """
     count = len(items(manifest, "parameters", str))
-    second = "encode" if manifest["kind"] == "seq2seq" else "text" if "pair" in manifest["model"] else ""
-    if not second:
+    second = "encode" if manifest["kind"] == "seq2seq" else "text" if "pair" in manifest["model"] else "verify"
+    if second == "verify" and (manifest["kind"] != "decoder" or "entries" not in manifest):
         return {"main": list(range(count))}
     entries = field(manifest, "entries", dict)
     found = {name: items(entries, name, int) for name in ("main", second)}

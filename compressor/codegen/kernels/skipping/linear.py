@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.linear.prologue import Prologue, declare_inputs, fill_rows
 from compressor.codegen.kernels.linear.weights import Weights, by_token
-from compressor.codegen.kernels.skipping.one_token import AHEAD, TOGETHER, one_token
+from compressor.codegen.kernels.skipping.one_token import one_token
 from compressor.codegen.kernels.skipping.panel import Panel
 from compressor.codegen.kernels.skipping.several_tokens import several_tokens
 from compressor.formats.format import Format
@@ -38,7 +38,7 @@ def skipping_linear(
     panel = Panel(panel_rows(out_features, fmt.bits), columns, fmt, isa)
     fill, gather, turn = fill_rows(columns, prologue), _gathering(panel), _turning(panel)
     # Columns of the list at most: those of each group are filled up to whole steps.
-    listed = panel.groups * -(-fmt.columns(columns) // TOGETHER) * TOGETHER
+    listed = panel.groups * -(-fmt.columns(columns) // panel.together) * panel.together
     one, (several, shares), block = one_token(panel), several_tokens(panel), panel.block
 
     @T.prim_func(s_tir=True, private=True)
@@ -53,8 +53,8 @@ def skipping_linear(
         weight, _ = T.meta_var(weights.of_task(T.int64(0), 1))
         if tokens == 1:
             a = T.alloc_buffer((1, columns), "float32")
-            picked = T.alloc_buffer((listed + TOGETHER,), "float32")
-            index = T.alloc_buffer((listed + max(TOGETHER, AHEAD),), "int32")
+            picked = T.alloc_buffer((listed + panel.together,), "float32")
+            index = T.alloc_buffer((listed + panel.ahead,), "int32")
             starts = T.alloc_buffer((panel.groups + 1,), "int32")
             fill(read, of_norm, T.int64(0), a, 0)
             gather(a, weight.parts["thresholds"], picked, index, starts)
@@ -78,7 +78,7 @@ def _gathering(panel: Panel) -> Any:
     ``gather(a, thresholds, picked, index, starts)`` writes values and columns; NaN is not small.  Zeros times the last
     column fill a group's list up to whole steps.  Behind the list come the first columns of the next panel.
     """
-    columns, groups = panel.columns, panel.groups
+    columns, groups, together = panel.columns, panel.groups, panel.together
     size = panel.fmt.columns(columns)
 
     @T.inline
@@ -93,12 +93,12 @@ def _gathering(panel: Panel) -> Any:
                 index[count[0]] = T.Cast("int32", column)
                 is_small = T.meta_var(T.abs(a[0, column]) < thresholds[column])
                 count[0] = count[0] + (1 - T.Cast("int32", is_small))
-            for k in range(TOGETHER - 1):
+            for k in range(together - 1):
                 picked[count[0] + k] = T.float32(0)
                 index[count[0] + k] = index[T.max(count[0] - 1, 0)]
-            count[0] = (count[0] + (TOGETHER - 1)) // TOGETHER * TOGETHER
+            count[0] = (count[0] + (together - 1)) // together * together
         starts[groups] = count[0]
-        for k in range(AHEAD):
+        for k in range(panel.ahead):
             index[count[0] + k] = index[k] + columns
 
     return gather

@@ -56,6 +56,16 @@ class Panel:
         """Tokens whose sums stay in registers, for four registers of rows."""
         return 6 if self.isa.lanes == 16 else 3
 
+    @property
+    def together(self) -> int:
+        """Columns of a token's list that are added at a time: codes of 8 bits leave registers for more of them."""
+        return 8 if self.fmt.bits == 8 else 4
+
+    @property
+    def ahead(self) -> int:
+        """Columns of the list between one that is added and the one that is asked for meanwhile."""
+        return 16 if self.fmt.bits == 8 else 4
+
     def divisor(self, units: int, most: int) -> int:
         """Return the largest number up to ``most`` that divides some units."""
         return max(n for n in range(1, max(1, most) + 1) if units % n == 0)
