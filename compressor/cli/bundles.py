@@ -20,9 +20,6 @@ from compressor.cli.invocation import (
 )
 from compressor.errors import VerificationError
 
-SPECULATIONS = ("off", "lookup", "recycle", "auto")
-"""Values of --speculate, those of the run-time, which is not imported for them."""
-
 
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE))
@@ -35,7 +32,7 @@ SPECULATIONS = ("off", "lookup", "recycle", "auto")
 @click.option("--stop", multiple=True, help="Text that ends the generation.")
 @click.option(
     "--speculate",
-    type=click.Choice(SPECULATIONS),
+    type=click.Choice(("off", "lookup", "recycle", "auto")),
     help="Draft tokens, and verify several in a step: the text is the same. As the bundle's recipe says, if left out.",
 )
 @threads_option

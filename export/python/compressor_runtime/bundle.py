@@ -88,6 +88,7 @@ class Bundle:
         arrays = [device.put(array) for array in read_parameters(root, manifest)]
         used = entry_indices(manifest)
         self._parameters = {name: tvm_ffi.convert([arrays[i] for i in indices]) for name, indices in used.items()}
+        self.verifies = "verify" in used  # drafted tokens
         self.vm = Vm(member(root, library), threads, device)
         self._record: Record | None = None
         if isinstance(device, Gpu) and self.kind in GENERATING:
@@ -234,7 +235,7 @@ class Bundle:
             memory = encode_source(self.model, encode, source, source_mask, batch, self.device.put)
         elif source is not None or source_mask is not None:
             raise RequestError(f"{self.path}: holds a decoder, which reads no source; give it to step()")
-        verify = partial(self.call, entry="verify") if "verify" in self._parameters else None
+        verify = partial(self.call, entry="verify") if self.verifies else None
         return Session(self.model, self.limit, self.call, batch, capacity, memory, self.device, self._record, verify)
 
     def generate(
@@ -271,7 +272,7 @@ class Bundle:
         self._check_generates()
         ends, texts = stops_of(stop)
         ids = self._prompt_ids(prompt) if self._reads_tokens else []
-        sampler, counts = checked_sampler(temperature, top_k, top_p, seed), self._counts(speculate)
+        sampler, counts = checked_sampler(temperature, top_k, top_p, seed), speculation(self, speculate)
         tokens = self._tokens(ids or prompt, max_tokens, sampler, ends, counts)
         before = ids if self.kind == "decoder" else self.model["encoder_source"]["start_ids"]
         return Generation(ids, tokens, TextStream(self.tokenizer, before), texts, counts)
@@ -293,7 +294,7 @@ class Bundle:
         Arguments and errors are those of :meth:`generate`; the generator's value is :attr:`Generation.finish_reason`.
         """
         self._check_generates()
-        sampler, counts = checked_sampler(temperature, top_k, top_p, seed), self._counts(speculate)
+        sampler, counts = checked_sampler(temperature, top_k, top_p, seed), speculation(self, speculate)
         return self._tokens(prompt, max_tokens, sampler, stops_of(stop)[0], counts)
 
     def _tokens(
@@ -323,9 +324,6 @@ class Bundle:
     @cached_property
     def _drafts(self) -> Drafts:
         return Drafts(self.model["vocab_size"])
-
-    def _counts(self, speculate: str | None) -> Speculation | None:
-        return speculation(self.path, self.kind, self.model, "verify" in self._parameters, speculate)
 
     @property
     def _reads_tokens(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Hashable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,37 +22,32 @@ KINDS = {"lookup": (Lookup.name,), "recycle": (Recycling.name,), "auto": (Lookup
 """The drafts that each kind takes."""
 
 
-def speculation(root: Path, kind: str, model: Mapping[str, Any], verifies: bool, asked: Any) -> Speculation | None:
+def speculation(bundle: Any, asked: Any) -> Speculation | None:
     """Return the counts of a generation that begins, of the kind of drafts asked for; None without drafts.
 
     Args:
-        root: the bundle, for messages.
-        kind: of its model.
-        model: the manifest's facts, whose ``speculate`` holds unless something else is asked for.
-        verifies: the bundle's kernels verify drafted tokens.
+        bundle: a :class:`compressor_runtime.bundle.Bundle`; what its manifest says holds unless something is asked for.
         asked: a kind, "off", or None.
     Raises:
         RequestError: there is no such kind, or the bundle cannot serve it.
     """
-    wanted = model.get("speculate", "off") if asked is None else asked
+    wanted = bundle.model.get("speculate", "off") if asked is None else asked
     if not isinstance(wanted, str) or wanted not in ("off", *KINDS):
         raise RequestError(f"speculate={wanted!r:.100}: give {', '.join(map(repr, KINDS))} or 'off'")
     if wanted == "off":
         return None
-    if kind != "decoder":
-        what = "an encoder-decoder" if kind == "seq2seq" else "a plain module"
-        raise RequestError(f"speculate={wanted!r}: {root} holds {what}; only decoders verify drafted tokens")
-    if model.get("states"):
-        raise RequestError(
-            f"speculate={wanted!r}: {root} has recurrent layers, which keep no state of the token where a draft was "
-            "last right; leave it out"
+    if bundle.verifies:
+        return Speculation(wanted)
+    if bundle.kind != "decoder":
+        what = "an encoder-decoder" if bundle.kind == "seq2seq" else "a plain module"
+        why = f"holds {what}, and only decoders verify drafted tokens; leave it out"
+    elif bundle.model.get("states"):
+        why = "has recurrent layers, which keep no state of the token where a draft was last right; leave it out"
+    else:
+        why = (
+            f"has no kernels that verify drafted tokens; make it with `speculate: {wanted}` in its recipe (target x86)"
         )
-    if not verifies:
-        raise RequestError(
-            f"speculate={wanted!r}: {root} has no kernels that verify drafted tokens; make the bundle with "
-            f"`speculate: {wanted}` in its recipe, or leave it out"
-        )
-    return Speculation(wanted)
+    raise RequestError(f"speculate={wanted!r}: {bundle.path} {why}")
 
 
 def _prior(source: Hashable) -> float:
