@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Mapping
 from typing import Any
 
 import numpy as np
@@ -69,15 +69,12 @@ class Drafts:
         self.acceptance = Acceptance(_prior)
         self._successors = Successors(vocab_size)
 
-    def start(self, kind: str, ids: Sequence[int]) -> list[Draft]:
-        """Return the drafts of a kind for a text that begins with a prompt."""
-        made: list[Draft] = []
-        for name in KINDS[kind]:
-            made.append(
-                Lookup(self.acceptance) if name == Lookup.name else Recycling(self._successors, self.acceptance)
-            )
-            made[-1].extend(ids)
-        return made
+    def start(self, kind: str) -> list[Draft]:
+        """Return the drafts of a kind for one text."""
+        return [
+            Lookup(self.acceptance) if name == Lookup.name else Recycling(self._successors, self.acceptance)
+            for name in KINDS[kind]
+        ]
 
     def tokens(
         self,
@@ -103,11 +100,14 @@ class Drafts:
         """
         if not count:
             return "length"
-        prompt = first[0].tolist()
-        text = Text(0, self.start(counts.kind, prompt), sampler, ends, count)
+        text = Text(0, first[0].tolist(), self.start(counts.kind), sampler, ends, count)
         engine = Engine(session, self.pace, self.acceptance, counts)
+        begin = self.pace.clock()
         logits = session.step(first)[0]
-        yield from engine.begin(text, prompt[-1:], logits[-1:])
+        self.pace.wait(self.pace.clock() - begin)
+        token = text.choose(logits[-1])
+        if token is not None:
+            yield token
         for gained in engine.rounds([text]):
             yield from gained[0][1]
         return text.finish_reason or "length"

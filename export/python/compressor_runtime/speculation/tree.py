@@ -109,9 +109,11 @@ class Draft(Protocol):
 
     Attributes:
         name: the kind's.
+        reads_logits: it looks at what the model computes.
     """
 
     name: str
+    reads_logits: bool
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Take tokens that the text has gained: the prompt, then what was generated."""
