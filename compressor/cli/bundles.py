@@ -30,6 +30,11 @@ from compressor.errors import VerificationError
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Nucleus sampling.")
 @click.option("--seed", type=int, help="Makes sampling repeatable.")
 @click.option("--stop", multiple=True, help="Text that ends the generation.")
+@click.option(
+    "--speculate",
+    type=click.Choice(("off", "lookup", "recycle", "auto")),
+    help="Draft tokens, and verify several in a step: the text is the same. As the bundle's recipe says, if left out.",
+)
 @threads_option
 @json_option
 @reported
@@ -41,11 +46,14 @@ def generate(bundle: Path, prompt: str, threads: int | None, as_json: bool, **op
     if as_json:
         text = "".join(pieces)
         facts = {key: getattr(pieces, key) for key in ("prompt_tokens", "new_tokens", "finish_reason")}
-        emit(True, {"prompt": prompt, "text": text, **facts}, lambda: None)
+        drafts = {} if pieces.speculation is None else {"speculation": pieces.speculation.facts()}
+        emit(True, {"prompt": prompt, "text": text, **facts, **drafts}, lambda: None)
         return
     for piece in pieces:
         click.echo(piece, nl=False)
     click.echo()
+    if pieces.speculation is not None:
+        click.echo(str(pieces.speculation), err=True)
 
 
 @click.command()

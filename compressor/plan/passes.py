@@ -55,10 +55,15 @@ def mark_entries(graph: GraphModule, recipe: Recipe) -> None:
     """State in the facts about a captured model whether its library is to verify drafted tokens.
 
     Raises:
-        RecipeError: this model's tokens cannot be verified; it names the recipe's line.
+        RecipeError: this model's tokens cannot be verified, or the target has no kernels for that; it names the
+            recipe's line.
     """
     if recipe.speculate is None:
         return
+    if not getattr(recipe.target.build(), "verifies", False):
+        raise recipe.problem(
+            ("speculate",), f"the target {recipe.target.name} has no kernels that verify drafted tokens; leave it out"
+        )
     if reason := why_no_trees(graph):
         raise recipe.problem(("speculate",), f"{graph.meta['model'].name}: {reason}; leave it out")
     graph.meta["model"] = dataclasses.replace(graph.meta["model"], speculates=True)

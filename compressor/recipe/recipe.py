@@ -7,7 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from pydantic import Field, PrivateAttr, StrictBool, StrictInt, StrictStr, ValidationError, model_validator
+from pydantic import (
+    Field,
+    PrivateAttr,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from compressor.errors import RecipeError
 from compressor.host.resources import nearest_shipped_model, resource
@@ -30,6 +39,8 @@ from compressor.recipe.sources import (
 
 __all__ = ["DataSource", "EvaluationSpec", "Gate", "Recipe", "TargetSpec", "TextSpec", "load_recipe", "load_text_spec"]
 
+SPECULATIONS = ("lookup", "recycle", "auto")
+"""Kinds of drafts, those of the run-time (`compressor_runtime.manifest`), which is not imported for them."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
@@ -61,13 +72,20 @@ class Recipe(Section):
     passes: tuple[Any, ...]
     target: TargetSpec = TargetSpec("x86")
     tune: Literal["off", "quick", "full"] = "quick"
-    speculate: Literal["lookup", "recycle", "auto"] | None = None
+    speculate: StrictStr | None = None
     gates: tuple[Gate, ...] = ()
     output: StrictStr | None = Field(default=None, min_length=1)
     checkpoint: StrictStr | None = Field(default=None, min_length=1)
     seed: StrictInt = Field(default=0, ge=0, lt=2**63)
 
     _source: Source = PrivateAttr(default_factory=lambda: Source({}))
+
+    @field_validator("speculate")
+    @classmethod
+    def _known_drafts(cls, kind: str | None) -> str | None:
+        if kind is not None and kind not in SPECULATIONS:
+            raise ValueError(f"unknown kind of drafts {kind!r:.80}; {nearest(kind, SPECULATIONS)}")
+        return kind
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:

@@ -23,7 +23,13 @@ class ToyTarget:
     """
 
     def __init__(
-        self, logits: np.ndarray, batch: int = 1, limit: int = 10**9, most_rows: int = 32, order: int = 2, seconds: Any = None
+        self,
+        logits: np.ndarray,
+        batch: int = 1,
+        limit: int = 10**9,
+        most_rows: int = 32,
+        order: int = 2,
+        seconds: Any = None,
     ) -> None:
         self._table, self._limit, self._most_rows, self._order = logits.astype(np.float32), limit, most_rows, order
         self.batch = batch
@@ -85,7 +91,11 @@ def plain(
 
     def collect() -> Any:
         reason = yield from next_tokens(
-            lambda step: target.step(step)[0, -1], np.array([prompt]), lambda logits, _: sampler.pick(logits), ends, count
+            lambda step: target.step(step)[0, -1],
+            np.array([prompt]),
+            lambda logits, _: sampler.pick(logits),
+            ends,
+            count,
         )
         return reason
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,31 @@ def token_ids(ids: ArrayLike, vocab_size: int) -> NDArray[np.int64]:
             f"{vocab_size - 1}; does the tokenizer belong to this model?"
         )
     return tokens.astype(np.int64, copy=False)
+
+
+def prompt_ids(prompt: Any, encode: Callable[[str], list[int]], bos_id: int | None) -> list[int]:
+    """Return a prompt's token ids; of an empty one, the model's beginning-of-sequence token.
+
+    Args:
+        prompt: text, or token ids in a row.
+        encode: text -> token ids.
+        bos_id: that token; None if the model has none.
+    Raises:
+        RequestError: it is neither, cannot be written as UTF-8, or is empty where nothing begins a sequence.
+    """
+    if isinstance(prompt, str):
+        try:
+            ids = encode(prompt)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise RequestError(f"the prompt cannot be written as UTF-8 ({error})") from error
+    else:
+        given = array("prompt", prompt)  # a path is an array of no whole numbers
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+            raise RequestError(f"prompt: {given.dtype} {list(given.shape)}; give text, or token ids in a row")
+        ids = given.tolist()
+    if not ids and bos_id is None:
+        raise RequestError("the prompt is empty and the model has no beginning-of-sequence token; give a prompt")
+    return ids or [bos_id]
 
 
 def token_trees(

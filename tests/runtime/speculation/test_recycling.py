@@ -40,7 +40,9 @@ def test_a_tree_has_the_likeliest_nodes() -> None:
     chances = [0.5, 0.3, 0.1, 0.05, 0.01, 0.01, 0.01, 0.01]
     acceptance = Acceptance(lambda source: chances[source[1]])  # type: ignore[index]
     draft = Recycling(successors, acceptance)
-    successors.write(np.arange(10), np.array([[(token + 1 + rank) % 10 for rank in range(8)] for token in range(10)], np.int32))
+    successors.write(
+        np.arange(10), np.array([[(token + 1 + rank) % 10 for rank in range(8)] for token in range(10)], np.int32)
+    )
     assert len(draft.propose(Room(9, 4, 0.02, CHOOSER))) == 0  # no text yet
     draft.extend([3])
     tree = draft.propose(Room(9, 2, 0.02, CHOOSER))

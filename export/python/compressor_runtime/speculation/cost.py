@@ -62,9 +62,7 @@ def forecast(acceptance: float, draft_cost: float, verification: Sequence[float]
     return max(found, key=lambda one: one.speedup)
 
 
-def best_count(
-    chances: Sequence[float], sequences: int, seconds: Callable[[int], float], margin: float = 0.0
-) -> int:
+def best_count(chances: Sequence[float], sequences: int, seconds: Callable[[int], float], margin: float = 0.0) -> int:
     """Return how many drafted tokens to verify so that most tokens per second are expected.
 
     Args:

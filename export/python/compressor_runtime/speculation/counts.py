@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -35,7 +36,7 @@ class Speculation:
     draft_s: float = 0.0
     verify_s: float = 0.0
     step_s: float = 0.0
-    rows: Counter[int] = field(default_factory=Counter)
+    rows: Counter[int] = dataclasses.field(default_factory=Counter)
 
     @property
     def acceptance(self) -> float:

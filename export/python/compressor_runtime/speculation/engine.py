@@ -8,9 +8,10 @@ drafted, and trees need no rule of their own.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -53,21 +54,23 @@ class Text:
 
     Attributes:
         slot: its number in the session.
+        tokens: its prompt, and what it has gained; the last one is pending: the model has not read it.
         drafts: guess how it goes on.
         sampler: chooses its tokens.
         ends: tokens that end it, each with the reason.
         left: at most so many further tokens; the model has room for one less.
-        pending: its last token, which the model has not read.
         finish_reason: why it ended; None while it goes on.
+        told: how many of its tokens each draft knows.
     """
 
     slot: int
+    tokens: list[int]
     drafts: Sequence[Draft]
     sampler: Sampler
     ends: Mapping[int, str]
     left: int
-    pending: int = -1
     finish_reason: str | None = None
+    told: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def choose(self, logits: NDArray[np.float32]) -> int | None:
         """Choose the next token from logits [V]; None where it ends the text."""
@@ -75,7 +78,8 @@ class Text:
         if token in self.ends:
             self.finish_reason = self.ends[token]
             return None
-        self.pending, self.left = token, self.left - 1
+        self.tokens.append(token)
+        self.left -= 1
         if not self.left:
             self.finish_reason = "length"
         return token
@@ -87,7 +91,7 @@ class _Round:
 
     text: Text
     drafted: Tree
-    verified: Tree = field(default_factory=Tree)
+    verified: Tree = dataclasses.field(default_factory=Tree)
     start: int = 0
 
 
@@ -110,17 +114,6 @@ class Engine:
         self._session, self._pace, self._acceptance, self._counts = session, pace, acceptance, counts
         self._most_rows = most_rows
 
-    def begin(self, text: Text, read: Sequence[int], logits: NDArray[np.float32]) -> list[int]:
-        """Choose a text's first token, and return it; none where it ends the text.
-
-        Args:
-            read: tokens [T] of the prompt's end, and their logits [T, V].
-        """
-        token = text.choose(logits[-1])
-        gained = [] if token is None else [token]
-        self.tell(text, gained, read, logits)
-        return gained
-
     def rounds(self, texts: Sequence[Text]) -> Iterator[list[tuple[Text, list[int]]]]:
         """Yield, step by step, the tokens that each text has gained, until all have ended.
 
@@ -131,11 +124,17 @@ class Engine:
             raise RequestError(f"{len(texts)} sequences at once: with drafts, at most {self._most_rows}")
         single = self._session.batch == 1  # a step appends to all sequences alike; of several, each goes its own way
         while live := [text for text in texts if text.finish_reason is None]:
+            if single and not self._may_draft(live[0]):
+                yield [self._step(live[0])]
+                continue
             parts = self._draft(live)
             if single and not parts[0].verified.tokens:
-                yield [self._step(parts[0])]
+                yield [self._step(live[0], parts[0].drafted)]
             else:
                 yield self._verify(parts)
+
+    def _may_draft(self, text: Text) -> bool:
+        return text.left > 1 and any(self._pace.may_draft(draft.name, 1) for draft in text.drafts)
 
     def _draft(self, live: Sequence[Text]) -> list[_Round]:
         """Draft for each text, and take the likeliest of all nodes, as many as are expected to pay."""
@@ -157,6 +156,8 @@ class Engine:
         for draft in text.drafts if most > 0 else ():
             if self._pace.may_draft(draft.name, sequences):
                 begin = self._pace.clock()
+                draft.extend(text.tokens[text.told.get(draft.name, 0) :])
+                text.told[draft.name] = len(text.tokens)
                 limits = Room(most, most, self._pace.least_chance(sequences), text.sampler)
                 found = draft.propose(limits)
                 if len(tree):
@@ -171,17 +172,24 @@ class Engine:
         self._pace.charge(name, seconds)
         self._counts.draft_s += seconds
 
-    def _step(self, part: _Round) -> tuple[Text, list[int]]:
+    def _step(self, text: Text, drafted: Tree | None = None) -> tuple[Text, list[int]]:
+        """Take a plain step; a draft that did not pay is compared with what comes nevertheless."""
+        read = text.tokens[-1:]
         begin = self._pace.clock()
-        logits = self._session.step([[part.text.pending]])[0]
+        logits = self._session.step([read])[0]
         seconds = self._pace.clock() - begin
         self._pace.note(1, seconds)
-        self._counts.step_s += seconds
-        self._counts.rows[1] += 1
-        read = [part.text.pending]
-        gained, _ = self._walk(part, logits)
-        self.tell(part.text, gained, read, logits)
-        return part.text, gained
+        counts = self._counts
+        counts.step_s += seconds
+        counts.rows[1] += 1
+        counts.steps += 1
+        token = text.choose(logits[0])
+        gained = [] if token is None else [token]
+        counts.tokens += len(gained)
+        if drafted is not None:
+            self._acceptance.learn(drafted, gained)
+            self._observe(text, read, logits)
+        return text, gained
 
     def _verify(self, parts: Sequence[_Round]) -> list[tuple[Text, list[int]]]:
         """Verify the drafts of all texts at once, walk along the model's own tokens, and append what was right."""
@@ -190,7 +198,7 @@ class Engine:
         slots: list[int] = []
         for part in parts:
             part.start = len(ids)
-            ids += [part.text.pending, *part.verified.tokens]
+            ids += [part.text.tokens[-1], *part.verified.tokens]
             parents += [-1, *(part.start + 1 + parent for parent in part.verified.parents)]
             slots += [part.text.slot] * (1 + len(part.verified))
         begin = self._pace.clock()
@@ -207,9 +215,9 @@ class Engine:
         self._session.accept(paths)
         seconds += self._pace.clock() - begin
         self._book(parts, seconds, accepted)
-        for part, (text, tokens) in zip(parts, gained, strict=True):
+        for part in parts:
             end = part.start + 1 + len(part.verified)
-            self.tell(text, tokens, ids[part.start : end], logits[part.start : end])
+            self._observe(part.text, ids[part.start : end], logits[part.start : end])
         return gained
 
     def _walk(self, part: _Round, logits: NDArray[np.float32]) -> tuple[list[int], list[int]]:
@@ -254,20 +262,18 @@ class Engine:
         else:
             self._counts.step_s += seconds
 
-    def tell(self, text: Text, tokens: Sequence[int], read: Sequence[int], logits: NDArray[np.float32]) -> None:
-        """Let a text's drafts know what it has gained, and what the model computed.
+    def _observe(self, text: Text, read: Sequence[int], logits: NDArray[np.float32]) -> None:
+        """Let a text's drafts see what the model computed.
 
         Args:
-            tokens: that the text has gained.
             read: tokens [T] that the model read, accepted or not.
             logits: [T, V] of what comes after each.
         """
         for draft in text.drafts if text.finish_reason is None else ():
-            begin = self._pace.clock()
-            draft.extend(tokens)
-            if self._pace.may_draft(draft.name, self._session.batch):
+            if draft.reads_logits and self._pace.may_draft(draft.name, self._session.batch):
+                begin = self._pace.clock()
                 draft.observe(np.asarray(read), logits)
-            self._charge(draft.name, begin)
+                self._charge(draft.name, begin)
 
 
 def _name(tree: Tree, node: int) -> str:

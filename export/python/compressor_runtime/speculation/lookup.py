@@ -30,6 +30,7 @@ class Lookup:
     """
 
     name = "lookup"
+    reads_logits = False
 
     def __init__(self, acceptance: Acceptance) -> None:
         self._acceptance = acceptance
@@ -42,10 +43,15 @@ class Lookup:
         for token in tokens:
             end = len(ids)
             ids.append(int(token))
-            for n in range(SHORTEST, min(LONGEST, end) + 1):
-                gram = tuple(ids[end - n : end])
-                others = [place for place in places.get(gram, ()) if ids[place] != token]
-                places[gram] = (end, *others[: BRANCHES - 1])
+            before = tuple(ids[max(0, end - LONGEST) : end])
+            for n in range(SHORTEST, len(before) + 1):
+                gram = before[-n:]
+                known = places.get(gram)
+                if known is None:  # mostly so
+                    places[gram] = (end,)
+                else:
+                    others = [place for place in known if ids[place] != token]
+                    places[gram] = (end, *others[: BRANCHES - 1])
 
     def observe(self, tokens: NDArray[np.int64], logits: NDArray[np.float32]) -> None:
         """Do nothing: only the text counts."""

@@ -22,8 +22,7 @@ _MOST_CREDIT_STEPS = 20  # a gain of long ago does not pay for long losses
 class Pace:
     """Times of steps and verifications, and an account of each draft: what it has gained, less what it has cost.
 
-    One serves all texts of a bundle.  Times are running medians, so they follow a context that grows, and a machine that
-    is busy.
+    One serves all texts of a bundle.  Times are running medians: they follow a context that grows, and a busy machine.
 
     Args:
         clock: seconds, rising.
@@ -42,9 +41,14 @@ class Pace:
         """Remember the time of a step (a row for each sequence), or of a verification with more rows."""
         times = self._times.setdefault(rows, deque(maxlen=_WINDOW))
         times.append(seconds)
-        self._medians[rows] = median(times)
         self._rounds += 1
+        if len(times) < _WINDOW or self._rounds % 4 == 0:
+            self._medians[rows] = median(times)
         self._seen[rows] = self._rounds
+        self._elapsed_s += seconds
+
+    def wait(self, seconds: float) -> None:
+        """Count the time of a prompt, in which no token came."""
         self._elapsed_s += seconds
 
     def medians(self) -> dict[int, float]:
@@ -92,7 +96,7 @@ class Pace:
         """Tell whether a draft's account allows it to go on."""
         if not self.knows(sequences):
             return False
-        debt = _DEBT * self._elapsed_s + _GRACE_STEPS * self.seconds(sequences, sequences)
+        debt = _DEBT * self._elapsed_s + _GRACE_STEPS * self._medians[sequences]
         return self._accounts.get(name, 0.0) > -debt
 
     def charge(self, name: str, seconds: float) -> None:
@@ -100,9 +104,7 @@ class Pace:
         self._elapsed_s += seconds
         self._accounts[name] = self._accounts.get(name, 0.0) - seconds
 
-    def settle(
-        self, seconds: float, sequences: int, drafted: Mapping[str, int], accepted: Mapping[str, int]
-    ) -> None:
+    def settle(self, seconds: float, sequences: int, drafted: Mapping[str, int], accepted: Mapping[str, int]) -> None:
         """Book a verification: each draft gains the steps that its tokens saved, and bears its rows' share of the rest.
 
         Args:
@@ -111,7 +113,7 @@ class Pace:
         """
         if not self.knows(sequences):
             return
-        step = self.seconds(sequences, sequences)
+        step = self._medians[sequences]
         extra, rows = seconds - step, sum(drafted.values())
         for name, count in drafted.items():
             gain = accepted.get(name, 0) * step / sequences - extra * count / rows

@@ -66,6 +66,7 @@ class Recycling:
     """
 
     name = "recycle"
+    reads_logits = True
 
     def __init__(self, successors: Successors, acceptance: Acceptance) -> None:
         self._successors, self._acceptance = successors, acceptance

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from compressor_runtime.generation import Sampler
+
 
 @dataclass
 class Tree:
@@ -22,11 +24,11 @@ class Tree:
         sources: what each estimate rests on, a key of :class:`~compressor_runtime.speculation.acceptance.Acceptance`.
     """
 
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    chances: list[float] = field(default_factory=list)
-    sources: list[Hashable] = field(default_factory=list)
-    _children: dict[int, dict[int, int]] = field(default_factory=dict)
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    parents: list[int] = dataclasses.field(default_factory=list)
+    chances: list[float] = dataclasses.field(default_factory=list)
+    sources: list[Hashable] = dataclasses.field(default_factory=list)
+    _children: dict[int, dict[int, int]] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -107,9 +109,11 @@ class Draft(Protocol):
 
     Attributes:
         name: the kind's.
+        reads_logits: it looks at what the model computes.
     """
 
     name: str
+    reads_logits: bool
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Take tokens that the text has gained: the prompt, then what was generated."""
