@@ -1,15 +1,14 @@
-"""Find a model's transformer blocks, and in them the branches that add attention and feed-forward networks to the stream.
+"""Find a model's transformer blocks, and the branches in them that add something to the residual stream.
 
-    stream -> norm -> attention -> + -> norm -> linears -> +            two branches, one behind the other: a block
-              '-> norm -> attention, linears -> + ->                    two that are added at once
+    stream -> norm -> attention -> + -> norm -> linears -> +     a block of two branches, one behind the other
+         '-> norm -> attention, linears -> + ->                  or added at once
 
-Between two branches one token-dependent tensor is live, the residual stream (:mod:`compressor.graph.segments`).  A branch
-is what is added to it there.  Where a norm follows each sum, as in BERT, it belongs to the branch in front of it.
+Between two branches one token-dependent tensor is live, the residual stream (:mod:`compressor.graph.segments`), and a
+branch is an addition to it.  Where a norm follows each sum, as in BERT, it belongs to the branch in front of it.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -335,7 +334,10 @@ def _common(nodes: Any) -> str:
     paths = [path for path in paths if path != [""]]
     if not paths:
         return ""
-    shared = list(os.path.commonprefix(paths))
+    shared = list(paths[0])
+    for path in paths:
+        equal = [one == other for one, other in zip(shared, path, strict=False)]
+        shared = shared[: [*equal, False].index(False)]
     following = [path[len(shared)] for path in paths if len(path) > len(shared)]
     if len(set(following)) > 1 and all(each.isdecimal() for each in following):
         numbers = [int(each) for each in following]
