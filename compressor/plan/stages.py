@@ -234,7 +234,10 @@ def _streaming(step: PassPlan, graph: GraphModule, recipe: Recipe) -> Streaming 
         found.append(plan_calibration(graph, step.sites, spec.samples, length))
     if step.training is not None:
         found.append(plan_training(graph, step.training, step.sites, length))
-    return reduce(one_after_another, found) if found else plan_forward(graph, spec.samples, length)
+    if found:
+        return reduce(one_after_another, found)
+    forward = plan_forward(graph, spec.samples, length)
+    return replace(forward, work={unit: step.sample_runs * amount for unit, amount in forward.work.items()})
 
 
 def _evaluation(recipe: Recipe, info: ModelInfo) -> Evaluation | None:

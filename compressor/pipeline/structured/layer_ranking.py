@@ -1,8 +1,8 @@
 """Rank the parts of a model by what it loses without them, on calibration samples.
 
-``influence``    how much a part changes the residual stream: 1 - cosine (ShortGPT, arXiv 2403.03853, equation 1), once
+``influence``    how much a part changes the residual stream: 1 - cosine (ShortGPT, arXiv 2403.03853, eq. 1), once
 ``iterative``    the same, of the model that is left after each removal
-``perplexity``   what the loss of the next tokens is without it, after each removal (SLEB, arXiv 2402.09025, section 3.2)
+``perplexity``   what the loss of the next tokens is without it, after each removal (SLEB, arXiv 2402.09025, sec. 3.2)
 
 Nothing is rewritten for it: a part is left out of a run by not running its segment.
 """
