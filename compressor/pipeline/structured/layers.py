@@ -134,8 +134,8 @@ def count_removed(graph: GraphModule, pass_name: str, layers: Sequence[Layer], r
         most = min(len(free), len(layers) - 1)
         kept = f", and {'; '.join(fixed)} cannot go" if fixed else ""
         raise UsageError(
-            f"{pass_name}: remove {remove:g} is {count} of {len(layers)} in {graph.meta['model'].name}, of which {most} "
-            f"may go: keep_first and keep_last keep {sum(layer.is_kept for layer in layers)}{kept}"
+            f"{pass_name}: remove {remove:g} is {count} of {len(layers)} in {graph.meta['model'].name}, of which "
+            f"{most} may go: keep_first and keep_last keep {sum(layer.is_kept for layer in layers)}{kept}"
         )
     return count
 
@@ -179,8 +179,8 @@ def layers_to_remove(
         first, second = (", ".join(layer.name for layer in half) for half in halves)
         common = len({layer.number for layer in halves[0]} & {layer.number for layer in halves[1]})
         ctx.notes.append(
-            f"{pass_name}: of the samples' first half alone {first} would go, of the second {second}: {common} of {count} "
-            "in common; which layers go depends on the data to calibrate on"
+            f"{pass_name}: by the samples' first half alone {first} would go, by the second {second}: {common} of "
+            f"{count} in common; the choice depends on what is calibrated on"
         )
     elif compare_halves:
         ctx.notes.append(f"{pass_name}: one sample has no halves, whose choices could be compared")
@@ -189,15 +189,16 @@ def layers_to_remove(
 
 def remove_layers(graph: GraphModule, ctx: Context, pass_name: str, gone: Sequence[Layer]) -> None:
     """Remove layers, and record each linear that goes: its outputs are as if they were zero."""
-    for site, (rows, columns, before, after, note) in _without(graph, gone).items():
-        del rows, columns
+    for site, (_, _, before, after, note) in _without(graph, gone).items():
         ctx.records.append(SiteRecord(site, pass_name, "", before, after, 1.0, "output", None, note))
 
 
 def plan_layers(graph: GraphModule, gone: Sequence[Layer]) -> list[SitePlan]:
     """Remove layers of a graph without weights, and return one plan for each linear that there was."""
     order = {site.name: i for i, site in enumerate(weight_sites(graph))}
-    plans = [SitePlan(site, *found[:2], "", *found[2:]) for site, found in _without(graph, gone).items()]
+    plans = []
+    for site, (rows, columns, before, after, note) in _without(graph, gone).items():
+        plans.append(SitePlan(site, rows, columns, "", before, after, note))
     return sorted([*plans, *plan_untouched(graph)], key=lambda plan: order[plan.site])
 
 
