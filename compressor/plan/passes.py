@@ -121,14 +121,23 @@ def _plan_pass(index: int, step: Pass, graph: GraphModule, context: Context, rec
     """Ask one pass, which rewrites the graph without weights."""
     name, said = PASSES.name_of(step), len(context.notes)
     step.requires(graph, context)
+    runs, is_exact = step.sample_runs(graph), step.plans_sizes(graph)
     planned = step.plan(graph, context)
     sites = tuple(planned or ())
     if recipe.calibration is None and (step.runs_samples or step.training or any(site.needs for site in sites)):
         scales = next((s.format for s in sites if s.format and Format.parse(s.format).has_input_scale), "")
         context.calibration(name, scales and f"stored scales of {scales}")  # raises, as in the run
-    notes = tuple(context.notes[said:])
     return PassPlan(
-        index, name, sites, weight_bytes(graph), planned is not None, step.runs_samples, notes, step.training
+        index=index,
+        name=name,
+        sites=sites,
+        weight_bytes=weight_bytes(graph),
+        cost_known=planned is not None,
+        runs_samples=step.runs_samples,
+        notes=tuple(context.notes[said:]),
+        training=step.training,
+        sample_runs=runs,
+        is_exact=is_exact,
     )
 
 

@@ -172,7 +172,7 @@ def check_plan(plan: Plan, gates: Sequence[Gate] = ()) -> None:
 
 
 def _check_gates(plan: Plan, gates: Sequence[Gate]) -> None:
-    if not all(step.cost_known for step in plan.passes):
+    if not all(step.cost_known and step.is_exact for step in plan.passes):
         return
     for gate in gates:
         figure = plan.weight_bytes / (plan.dense_weight_bytes if gate.relative else 1)

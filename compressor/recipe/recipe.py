@@ -21,7 +21,7 @@ from pydantic import (
 from compressor.errors import RecipeError
 from compressor.host.resources import nearest_shipped_model, resource
 from compressor.recipe.data_spec import DataSource, EvaluationSpec, Section, TextSpec
-from compressor.recipe.gates import QUALITY, Gate
+from compressor.recipe.gates import CONTINUED, QUALITY, Gate
 from compressor.recipe.located_yaml import DEEPEST, KeyPath, Origin, Source, nearest
 from compressor.recipe.options import TargetSpec, build_passes, build_target, options_of, recipe_name
 from compressor.recipe.overrides import apply_override, set_value
@@ -96,6 +96,9 @@ class Recipe(Section):
             for gate in self.gates:
                 if gate.metric in QUALITY:
                     raise ValueError(f"gates.{gate.metric}: there is no text to measure it on; add `evaluation:`")
+        for gate in self.gates:
+            if gate.metric in CONTINUED and self.evaluation.continuations is None:
+                raise ValueError(f"gates.{gate.metric}: is not measured; add `continuations: 32` to `evaluation`")
         return self
 
     @classmethod
