@@ -17,6 +17,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from compressor_runtime.generation import checked_sampler
+from compressor_runtime.speculation.counts import Speculation as Counts
+from compressor_runtime.speculation.drafts import Drafts
+from compressor_runtime.speculation.engine import Engine, Text
+from compressor_runtime.speculation.pace import Always
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -50,7 +55,7 @@ from compressor.passes.head_prune import HeadPrune
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
 from compressor.recipe.data_spec import DataSource, EvaluationSpec
-from compressor.recipe.recipe import Recipe, load_recipe
+from compressor.recipe.recipe import SPECULATIONS, Recipe, load_recipe
 from compressor.registry import PASSES
 from compressor.run.job import run_recipe
 from compressor.run.outcome import Outcome
@@ -102,6 +107,7 @@ FIVE_BLOCKS = {  # the other recipes for the shipped model take its first two bl
 }
 REMOVE = (ChannelPrune, FfnPrune, HeadPrune)
 """Passes that make linears smaller, and leave them dense."""
+DRAFTS = "speculate_lookup_x86"  # integer sums everywhere: verified rows have the bits of steps
 SAVES = "ffn_prune_w4a16_x86"
 """The recipe that is run with a checkpoint as well."""
 
@@ -149,7 +155,7 @@ def leaves_dense(step: Any) -> bool:
 def is_whole(name: str) -> bool:
     """Whether all linears are compressed: also where the first pass changes weights that a later one is to pack."""
     steps = load_recipe(name).passes
-    return name == FULL or not packs(steps[0]) or any(isinstance(step, ActivationSparse) for step in steps)
+    return name in (FULL, DRAFTS) or not packs(steps[0]) or any(isinstance(step, ActivationSparse) for step in steps)
 
 
 @functools.cache
@@ -241,6 +247,37 @@ def run(
         return done[name]
 
     return get
+
+
+def test_drafts_give_the_text_of_plain_steps(run: Callable[[str], Run]) -> None:
+    result = run(DRAFTS)
+    assert result.manifest["model"]["speculate"] == result.manifest["recipe"]["speculate"] == "lookup"
+    bundle = load(result.bundle, threads=1)
+    prompt = "for key in sorted(counts):\n    print(key)\nfor key in sorted(counts):\n"
+    greedy, sampled = {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9, "seed": 3}
+    assert bundle.generate(prompt, max_tokens=4).speculation.kind == "lookup"
+    bundle._drafts.pace = Always()  # drafts hardly pay on so small a model
+    for options in (greedy, sampled):
+        wanted = "".join(bundle.generate(prompt, max_tokens=60, speculate="off", **options))
+        for kind in SPECULATIONS:
+            found = bundle.generate(prompt, max_tokens=60, speculate=kind, **options)
+            assert "".join(found) == wanted and found.new_tokens == 60
+            assert found.speculation.accepted > 3 and found.speculation.tokens_per_verification > 1.05
+    ids = bundle.tokenizer.encode(prompt).ids
+    prompts = [ids[start : start + 20] for start in range(4)]
+    session, drafts, counts = bundle.session(4), Drafts(bundle.model["vocab_size"], Always()), Counts("auto")
+    texts = [
+        Text(slot, [*own], drafts.start("auto"), checked_sampler(0.7, 0, 0.9, slot), {}, 20 + slot)
+        for slot, own in enumerate(prompts)
+    ]
+    for text, logits in zip(texts, session.step(prompts), strict=True):
+        text.choose(logits[-1])
+    assert list(Engine(session, drafts.pace, drafts.acceptance, counts).rounds(texts)) and counts.accepted > 3
+    for text, own in zip(texts, prompts, strict=True):
+        alone = bundle.generate_ids(
+            own, max_tokens=20 + text.slot, temperature=0.7, top_p=0.9, seed=text.slot, speculate="off"
+        )
+        assert text.tokens[20:] == list(alone)
 
 
 def test_a_smaller_model_is_saved_for_transformers_too(run: Callable[[str], Run]) -> None:
