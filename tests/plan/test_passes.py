@@ -48,6 +48,11 @@ REFUSED = {
         ["learned_mask: {scheme: W8A16_2:4, targets: lm_head}", "learned_mask: {scheme: W8A16_2:4}"],
         "lm_head has the zeros of W8A16_2:4 already",
     ),
+    "gates behind zeros": (
+        "x86",
+        ["wanda: {scheme: W8A16_B1x1@70, pack: false}", "polarised_gates: {scheme: W8A16_B1x1@50}"],
+        "q_proj has the zeros of W8A16_B1x1@70 already, and which weights become zero is what",
+    ),
     "packed": (
         "x86",
         ["wanda: {scheme: W8A16_2:4}", "learned_mask: {scheme: W8A16_2:4}"],
