@@ -172,7 +172,7 @@ class Engine:
         return tree
 
     def _share(self, texts: Sequence[Text], begin: float, before_s: float) -> None:
-        """Book what drafts have cost together since ``begin``; where ``before_s`` were booked, the rest is each one's."""
+        """Book what drafts have cost together since ``begin``, when ``before_s`` were booked."""
         names = [draft.name for text in texts for draft in text.awake]
         seconds = self._pace.clock() - begin - (self._counts.draft_s - before_s)
         for name in names:
