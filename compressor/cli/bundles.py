@@ -79,17 +79,38 @@ def serve(bundle: Path, port: int, as_json: bool) -> None:
 @click.option("--prompt-tokens", type=click.IntRange(1), default=128, show_default=True)
 @click.option("--new-tokens", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--repeats", type=click.IntRange(1), default=7, show_default=True)
+@click.option(
+    "--speculate",
+    type=click.Choice(("lookup", "recycle", "auto")),
+    help="Also time verifications by their rows, and passages of --text with drafts and without.",
+)
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A text file; left out: the shipped documentation of Python.",
+)
 @threads_option
 @json_option
 @reported
 def bench_command(
-    bundle: Path, prompt_tokens: int, new_tokens: int, repeats: int, threads: int | None, as_json: bool
+    bundle: Path,
+    prompt_tokens: int,
+    new_tokens: int,
+    repeats: int,
+    speculate: str | None,
+    text: Path | None,
+    threads: int | None,
+    as_json: bool,
 ) -> None:
     """Time BUNDLE (or a Hugging Face folder, in PyTorch float32) in a process of its own."""
     from compressor.cli.show_run import show_metrics
     from compressor.evaluate.speed import bench
+    from compressor.host.resources import resource
 
-    metrics = bench(bundle, threads=threads, prompt_tokens=prompt_tokens, new_tokens=new_tokens, repeats=repeats)
+    drafts = (speculate, text or resource("calibration") / "python_docs_heldout.txt") if speculate else None
+    metrics = bench(
+        bundle, threads=threads, prompt_tokens=prompt_tokens, new_tokens=new_tokens, repeats=repeats, drafts=drafts
+    )
     emit(as_json, metrics, lambda: show_metrics(str(bundle), metrics))
 
 

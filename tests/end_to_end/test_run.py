@@ -21,6 +21,7 @@ from compressor_runtime.generation import checked_sampler
 from compressor_runtime.speculation.counts import Speculation as Counts
 from compressor_runtime.speculation.drafts import Drafts
 from compressor_runtime.speculation.engine import Engine, Text
+from compressor_runtime.speculation.measure import measure_drafts
 from compressor_runtime.speculation.pace import Always
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -264,6 +265,9 @@ def test_drafts_give_the_text_of_plain_steps(run: Callable[[str], Run]) -> None:
             assert "".join(found) == wanted and found.new_tokens == 60
             assert found.speculation.accepted > 3 and found.speculation.tokens_per_verification > 1.05
     ids = bundle.tokenizer.encode(prompt).ids
+    measured = measure_drafts(bundle, "lookup", ids * 2, 2 * len(ids), 12, 1)
+    assert measured["verify_16_steps"] > measured["verify_1_steps"] > 0 and 0 < measured["acceptance"] <= 1
+    assert 0.2 < measured["speedup"] / measured["predicted_speedup"] < 5
     prompts = [ids[start : start + 20] for start in range(4)]
     session, drafts, counts = bundle.session(4), Drafts(bundle.model["vocab_size"], Always()), Counts("auto")
     texts = [

@@ -27,6 +27,7 @@ _MODULES = (
         "speculation/lookup",
         "speculation/recycling",
         "speculation/drafts",
+        "speculation/measure",
         "source/wave_file",
         "source/features",
         "source/encoding",

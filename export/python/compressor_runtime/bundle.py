@@ -273,7 +273,7 @@ class Bundle:
         ends, texts = stops_of(stop)
         ids = self._prompt_ids(prompt) if self._reads_tokens else []
         sampler, counts = checked_sampler(temperature, top_k, top_p, seed), speculation(self, speculate)
-        tokens = self._tokens(ids or prompt, max_tokens, sampler, ends, counts)
+        tokens = self.continued(ids or prompt, max_tokens, sampler, ends, counts)
         before = ids if self.kind == "decoder" else self.model["encoder_source"]["start_ids"]
         return Generation(ids, tokens, TextStream(self.tokenizer, before), texts, counts)
 
@@ -295,11 +295,12 @@ class Bundle:
         """
         self._check_generates()
         sampler, counts = checked_sampler(temperature, top_k, top_p, seed), speculation(self, speculate)
-        return self._tokens(prompt, max_tokens, sampler, stops_of(stop)[0], counts)
+        return self.continued(prompt, max_tokens, sampler, stops_of(stop)[0], counts)
 
-    def _tokens(
+    def continued(
         self, prompt: Prompt, max_tokens: int, sampler: Sampler, stop: list[int], counts: Speculation | None
     ) -> Generator[int, None, str]:
+        """Yield as :meth:`generate_ids`, with a sampler, and with the counts of drafts where there are any."""
         max_tokens, stops = whole("max_tokens", max_tokens, 0), dict.fromkeys(stop, "stop_sequence")
         if labels_frames(self.model):
             return frame_tokens(self.model, self._run, prompt, max_tokens, sampler.temperature, stops)
@@ -311,8 +312,7 @@ class Bundle:
         session = self.session(1, first.shape[1] + min(max_tokens, 256), source)
         session.make_room(first.shape[1])
         ends = stops | dict.fromkeys(self.model["eos_ids"], "eos_token")
-        # The last token needs no position: nothing follows it.
-        count = tokens_left(facts, max_tokens, self.limit + 1 - first.shape[1])
+        count = tokens_left(facts, max_tokens, self.limit + 1 - first.shape[1])  # nothing follows the last token
         if counts is not None:
             return self._drafts.tokens(session, first, sampler, ends, count, counts)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from compressor_runtime.generation import Sampler
 from compressor_runtime.speculation.acceptance import Acceptance
-from compressor_runtime.speculation.lookup import BRANCHES, LONGEST, SHORTEST, Lookup, lookup_prior
+from compressor_runtime.speculation.lookup import BRANCHES, LONGEST, PLACES, SHORTEST, Lookup, lookup_prior
 from compressor_runtime.speculation.tree import Room
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,15 +14,17 @@ CHOOSER = Sampler(np.random.default_rng(0), 0.0, 0, 1.0)
 
 
 def searched(text: list[int]) -> list[tuple[int, int]]:
-    """Return (n, index of the token that followed): for each n the latest of up to three tokens, first of a token."""
+    """Return (n, index of the token that followed) of the latest places with the last two tokens, best first."""
+    places: list[tuple[int, int]] = []
+    for end in range(len(text) - 1, SHORTEST - 1, -1):
+        matching = [n for n in range(SHORTEST, min(LONGEST, end) + 1) if text[end - n : end] == text[-n:]]
+        if matching:
+            places.append((matching[-1], end))
+        if places and places[-1][0] == LONGEST:
+            break
     found: dict[int, tuple[int, int]] = {}
-    for n in range(min(LONGEST, len(text)), SHORTEST - 1, -1):
-        ends = [end for end in range(len(text) - 1, n - 1, -1) if text[end - n : end] == text[-n:]]
-        latest: dict[int, int] = {}
-        for end in ends:
-            latest.setdefault(text[end], end)
-        for token, end in list(latest.items())[:BRANCHES]:
-            found.setdefault(token, (n, end))
+    for n, end in sorted(places[:PLACES], key=lambda match: (-match[0], -match[1])):
+        found.setdefault(text[end], (n, end))
     return list(found.values())
 
 

@@ -38,6 +38,11 @@ class Speculation:
     step_s: float = 0.0
     rows: Counter[int] = dataclasses.field(default_factory=Counter)
 
+    def __add__(self, other: Speculation) -> Speculation:
+        """Return the sums of two generations' counts."""
+        names = [field.name for field in dataclasses.fields(self) if field.name != "kind"]
+        return Speculation(self.kind, **{name: getattr(self, name) + getattr(other, name) for name in names})
+
     @property
     def acceptance(self) -> float:
         """Return how often a drafted token is right where those before it are; 0 where none was verified."""

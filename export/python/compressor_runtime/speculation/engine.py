@@ -61,6 +61,7 @@ class Text:
         left: at most so many further tokens; the model has room for one less.
         finish_reason: why it ended; None while it goes on.
         told: how many of its tokens each draft knows.
+        awake: drafts that take part in this round.
     """
 
     slot: int
@@ -71,6 +72,7 @@ class Text:
     left: int
     finish_reason: str | None = None
     told: dict[str, int] = dataclasses.field(default_factory=dict)
+    awake: Sequence[Draft] = ()
 
     def choose(self, logits: NDArray[np.float32]) -> int | None:
         """Choose the next token from logits [V]; None where it ends the text."""
@@ -139,33 +141,43 @@ class Engine:
     def _draft(self, live: Sequence[Text]) -> list[_Round]:
         """Draft for each text, and take the likeliest of all nodes, as many as are expected to pay."""
         room = self._most_rows - len(live)
+        begin, before_s = self._pace.clock(), self._counts.draft_s
         parts = [_Round(text, self._propose(text, len(live), room)) for text in live]
         useful = [part.drafted.without(part.text.ends) for part in parts]  # an end needs no row of its own
         ranked = sorted(
             ((-chance, index, node) for index, tree in enumerate(useful) for node, chance in enumerate(tree.chances))
         )[:room]
-        count = self._pace.choose([-entry[0] for entry in ranked], len(live))
-        taken = Counter(index for _, index, _ in ranked[:count])
-        for index, part in enumerate(parts):
-            part.verified = useful[index].likeliest(taken[index])
+        if ranked:
+            count = self._pace.choose([-entry[0] for entry in ranked], len(live))
+            taken = Counter(index for _, index, _ in ranked[:count])
+            for index, part in enumerate(parts):
+                part.verified = useful[index].likeliest(taken[index])
+        self._share(live, begin, before_s)
         return parts
 
     def _propose(self, text: Text, sequences: int, room: int) -> Tree:
         most = min(room, text.left - 1, MOST_NODES)  # behind as many tokens as may come, no row is of use
         tree = Tree()
-        for draft in text.drafts if most > 0 else ():
-            if self._pace.may_draft(draft.name, sequences):
-                begin = self._pace.clock()
-                draft.extend(text.tokens[text.told.get(draft.name, 0) :])
-                text.told[draft.name] = len(text.tokens)
-                limits = Room(most, most, self._pace.least_chance(sequences), text.sampler)
-                found = draft.propose(limits)
-                if len(tree):
-                    tree.merge(found)
-                else:
-                    tree = found
-                self._charge(draft.name, begin)
+        text.awake = [draft for draft in text.drafts if most > 0 and self._pace.may_draft(draft.name, sequences)]
+        for draft in text.awake:
+            begin = self._pace.clock()
+            draft.extend(text.tokens[text.told.get(draft.name, 0) :])
+            text.told[draft.name] = len(text.tokens)
+            found = draft.propose(Room(most, most, self._pace.least_chance(sequences), text.sampler))
+            if len(tree):
+                tree.merge(found)
+            else:
+                tree = found
+            self._charge(draft.name, begin)
         return tree
+
+    def _share(self, texts: Sequence[Text], begin: float, before_s: float) -> None:
+        """Book what drafts have cost together since ``begin``, when ``before_s`` were booked."""
+        names = [draft.name for text in texts for draft in text.awake]
+        seconds = self._pace.clock() - begin - (self._counts.draft_s - before_s)
+        for name in names:
+            self._pace.charge(name, seconds / len(names))
+        self._counts.draft_s += seconds
 
     def _charge(self, name: str, begin: float) -> None:
         seconds = self._pace.clock() - begin
@@ -187,8 +199,10 @@ class Engine:
         gained = [] if token is None else [token]
         counts.tokens += len(gained)
         if drafted is not None:
+            begin, before_s = self._pace.clock(), counts.draft_s
             self._acceptance.learn(drafted, gained)
             self._observe(text, read, logits)
+            self._share([text], begin, before_s)
         return text, gained
 
     def _verify(self, parts: Sequence[_Round]) -> list[tuple[Text, list[int]]]:
@@ -214,10 +228,13 @@ class Engine:
         begin = self._pace.clock()
         self._session.accept(paths)
         seconds += self._pace.clock() - begin
+        begin, before_s = self._pace.clock(), self._counts.draft_s
         self._book(parts, seconds, accepted)
-        for part in parts:
+        for part, (text, tokens) in zip(parts, gained, strict=True):
+            self._acceptance.learn(part.drafted, tokens)
             end = part.start + 1 + len(part.verified)
-            self._observe(part.text, ids[part.start : end], logits[part.start : end])
+            self._observe(text, ids[part.start : end], logits[part.start : end])
+        self._share([part.text for part in parts], begin, before_s)
         return gained
 
     def _walk(self, part: _Round, logits: NDArray[np.float32]) -> tuple[list[int], list[int]]:
@@ -241,7 +258,6 @@ class Engine:
                 break
             node = behind[token]
             path.append(node)
-        self._acceptance.learn(part.drafted, tokens)
         self._counts.tokens += len(tokens)
         self._counts.drafted += len(tree)
         self._counts.accepted += len(path)
@@ -269,8 +285,8 @@ class Engine:
             read: tokens [T] that the model read, accepted or not.
             logits: [T, V] of what comes after each.
         """
-        for draft in text.drafts if text.finish_reason is None else ():
-            if draft.reads_logits and self._pace.may_draft(draft.name, self._session.batch):
+        for draft in text.awake if text.finish_reason is None else ():
+            if draft.reads_logits:
                 begin = self._pace.clock()
                 draft.observe(np.asarray(read), logits)
                 self._charge(draft.name, begin)

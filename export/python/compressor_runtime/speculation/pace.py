@@ -12,9 +12,10 @@ from compressor_runtime.speculation.cost import best_count
 _WINDOW = 9  # last times of each size, of which the median counts
 _STALE_ROUNDS = 256  # a size that was not seen for so long is tried again, if accounts allow
 _ROW_GUESS = 0.03  # of a step: a further row's time, until one was measured
+_FIRST_ROWS = 3  # that are added in a first verification; later ones have at most twice the rows of measured ones
 _LEAST_CHANCE = 0.02
 _MARGIN = 0.03  # estimates are of those drafts that look best, so a little less comes true
-_DEBT, _GRACE_STEPS = 0.006, 0.5
+_DEBT, _GRACE_STEPS = 0.006, 2
 """A draft may have cost this share of all time, and so many steps, more than it has gained."""
 _MOST_CREDIT_STEPS = 20  # a gain of long ago does not pay for long losses
 
@@ -65,7 +66,7 @@ class Pace:
         Beyond the largest measured, the line from a step through it goes on; where there is none, a row is guessed to
         take 3% of a step, so that a first verification happens.
         """
-        return _on_lines(self._known(sequences), rows)
+        return on_lines(self._known(sequences), rows)
 
     def _known(self, sequences: int) -> list[tuple[int, float]]:
         """Return sizes and times, smallest first, from a step's on; without those of long ago."""
@@ -90,7 +91,8 @@ class Pace:
         if not chances or not self.knows(sequences):
             return 0
         known = self._known(sequences)
-        return best_count(chances, sequences, lambda rows: _on_lines(known, rows), _MARGIN)
+        most = known[-1][0] + max(_FIRST_ROWS, known[-1][0]) - sequences  # a guess far from what is measured is none
+        return best_count(chances[:most], sequences, lambda rows: on_lines(known, rows), _MARGIN)
 
     def may_draft(self, name: str, sequences: int) -> bool:
         """Tell whether a draft's account allows it to go on."""
@@ -120,7 +122,7 @@ class Pace:
             self._accounts[name] = min(self._accounts.get(name, 0.0) + gain, _MOST_CREDIT_STEPS * step)
 
 
-def _on_lines(known: Sequence[tuple[int, float]], rows: int) -> float:
+def on_lines(known: Sequence[tuple[int, float]], rows: int) -> float:
     """Return the time of a size from those of others, smallest first; see :meth:`Pace.seconds`."""
     (first, step), (below, seconds) = known[0], known[0]
     for size, time_s in known[1:]:

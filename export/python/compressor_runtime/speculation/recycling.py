@@ -19,7 +19,7 @@ CANDIDATES = 8
 _MOST_BYTES = 2_000_000
 _BLOCK = 64  # logits of which one maximum is taken first
 _WATCHED = 3  # first tokens that are drafted however unlikely: what becomes of them is how estimates rise again
-_PRIOR = (0.4, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.02)
+_RANK_PRIOR = (0.4, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.02)
 
 
 class Successors:
@@ -119,7 +119,7 @@ class Recycling:
 
 def recycling_prior(rank: int) -> float:
     """Return how often a candidate of a rank is right, before any was seen."""
-    return _PRIOR[rank]
+    return _RANK_PRIOR[rank]
 
 
 def top_candidates(logits: NDArray[np.float32], count: int) -> NDArray[np.int32]:
