@@ -200,7 +200,7 @@ def _streams(graph: GraphModule) -> list[list[Branch]]:
             streams.append([step])
             tails = {}
             continue
-        streams[-1][-1] = [replace(branch, exit=step[0].entry) for branch in behind]
+        streams[-1][-1] = [replace(branch, exit=step[0].entry, nodes=(*branch.nodes, *tail)) for branch in behind]
         tails[behind[0].part] = [node.target for node in tail]
         streams[-1].append(step)
     _end(streams, tails, inside)
@@ -297,14 +297,15 @@ def _end(streams: list[list[list[Branch]]], tails: dict[Part, list[Any]], inside
     if not streams:
         return
     last = streams[-1][-1]
-    exit_node, reason = last[0].sum, ""
+    exit_node, reason, tail = last[0].sum, "", list[Node]()
     for target in tails.get(last[0].part, ()):
         users = [user for user in exit_node.users if user in inside]
         if len(users) != 1 or users[0].target is not target:
             reason = f"other than behind those before it, no {getattr(target, '_opname', target)} follows it"
             break
         exit_node = users[0]
-    streams[-1][-1] = [replace(branch, exit=exit_node, reason=reason) for branch in last]
+        tail.append(exit_node)
+    streams[-1][-1] = [replace(b, exit=exit_node, nodes=(*b.nodes, *tail), reason=reason) for b in last]
 
 
 def _checked(graph: GraphModule, branch: Branch) -> Branch:

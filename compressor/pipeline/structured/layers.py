@@ -188,9 +188,27 @@ def layers_to_remove(
 
 
 def remove_layers(graph: GraphModule, ctx: Context, pass_name: str, gone: Sequence[Layer]) -> None:
-    """Remove layers, and record each linear that goes: its outputs are as if they were zero."""
+    """Remove layers, and record each linear that goes, whose outputs are as if they were zero; and what else goes.
+
+    Norms and biases of a layer are one record, by the layer's name, so that all bytes that go are accounted for.
+    """
+    sizes = {name: value.numel() * value.element_size() for name, value in graph.named_parameters()}
+    weights = {site.weight_name for site in weight_sites(graph)}
+    readers = {str(node.target): set(node.users) for node in graph.graph.find_nodes(op="get_attr")}
     for site, (_, _, before, after, note) in _without(graph, gone).items():
         ctx.records.append(SiteRecord(site, pass_name, "", before, after, 1.0, "output", None, note))
+    lost = set(sizes) - {name for name, _ in graph.named_parameters()} - weights
+    note = "norms and biases go with it"
+    for layer in gone:
+        nodes = {node for branch in layer.branches for node in branch.nodes}
+        own = {name for name in lost if readers.get(name, set()) & nodes}
+        lost -= own
+        if own:
+            size = sum(sizes[name] for name in own)
+            ctx.records.append(SiteRecord(layer.name, pass_name, "", size, 0, 1.0, "output", None, note))
+    if lost:  # tables of positions, say, which depend on no token
+        size, name = sum(sizes[name] for name in lost), ", ".join(sorted(lost))
+        ctx.records.append(SiteRecord(name, pass_name, "", size, 0, 1.0, "output", None, "nothing reads it any more"))
 
 
 def plan_layers(graph: GraphModule, gone: Sequence[Layer]) -> list[SitePlan]:
