@@ -55,6 +55,7 @@ from compressor.registry import PASSES
 from compressor.run.job import run_recipe
 from compressor.run.outcome import Outcome
 from compressor.runtime import load
+from compressor.training.training_pass import TrainingPass
 from compressor.verify.bundle import verify_bundle
 
 CHECKED = ("schema", "files", "bytes", "kernels", "evidence")
@@ -84,7 +85,7 @@ ELSEWHERE = (
     "finequant_w4a16_x86",
     "smoothquant_w8a8_x86",  # smoothquant_w8a8_static_x86 and smoothquant_w8a8_minilm_x86 are run
     "gptq_w4a16_minilm_x86",
-    "distill_w8a16_x86",  # passes/test_distill.py
+    "distill_w8a16_x86",  # passes/test_distill.py; distill_blocks_w8a16_x86 is run
     "finetune_w4a16_x86",  # passes/test_sparse_train.py
     "sparse_train_w8a16_x86",
     "learned_mask_w8a16_2of4_x86",  # passes/test_learned_mask.py
@@ -100,6 +101,8 @@ FIVE_BLOCKS = {  # the other recipes for the shipped model take its first two bl
     "abq_bip2a8_x86",  # the attention of one block in 2 bits costs a model of two more than 5% of its perplexity
     "rotation_w4a8_g64_x86",  # stores vectors that no format counts: 2% of two blocks' bytes
 }
+STEPS = 4
+"""Steps that each training takes here."""
 REMOVE = (ChannelPrune, FfnPrune, HeadPrune)
 """Passes that make linears smaller, and leave them dense."""
 SAVES = "ffn_prune_w4a16_x86"
@@ -111,6 +114,7 @@ LOSES = {
     "channel_prune_w4a16_x86": (0.3, 0.7),
     "sparsegpt_w8a16_x86": (0.6, 0.6),
     "sparsegpt_w8a16_2of4_x86": (0.6, 0.6),
+    "distill_blocks_w8a16_x86": (0.6, 0.6),
 }
 """Recipes that lose more than others: the perplexity's largest increase, the least agreement."""
 
@@ -143,7 +147,7 @@ def packs(step: Any) -> bool:
 
 def leaves_dense(step: Any) -> bool:
     """Return whether a pass records linears that stay dense."""
-    return isinstance(step, REMOVE) or not getattr(step, "pack", True)
+    return isinstance(step, (*REMOVE, TrainingPass)) or not getattr(step, "pack", True)
 
 
 def is_whole(name: str) -> bool:
@@ -197,6 +201,8 @@ def load_for_test(name: str, short_reference: Path) -> Recipe:
         first = ", ".join(site.name for site in linear_sites(captured(recipe.model_source()))[:4])
         key = f"passes.{PASSES.name_of(step)}"
         overrides += [f"{key}.targets=[{first}]", f"{key}.ignore=[]"]
+    trained = (step for step in recipe.passes if isinstance(step, TrainingPass))
+    overrides += [f"passes.{PASSES.name_of(step)}.steps={STEPS}" for step in trained]
     return load_recipe(name, overrides)
 
 
