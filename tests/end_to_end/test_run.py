@@ -63,6 +63,7 @@ from compressor.registry import PASSES
 from compressor.run.job import run_recipe
 from compressor.run.outcome import Outcome
 from compressor.runtime import load
+from compressor.training.training_pass import TrainingPass
 from compressor.verify.bundle import verify_bundle
 
 CHECKED = ("schema", "files", "bytes", "kernels", "evidence")
@@ -92,7 +93,7 @@ ELSEWHERE = (
     "finequant_w4a16_x86",
     "smoothquant_w8a8_x86",  # smoothquant_w8a8_static_x86 and smoothquant_w8a8_minilm_x86 are run
     "gptq_w4a16_minilm_x86",
-    "distill_w8a16_x86",  # passes/test_distill.py
+    "distill_w8a16_x86",  # passes/test_distill.py; distill_blocks_w8a16_x86 is run
     "finetune_w4a16_x86",  # passes/test_sparse_train.py
     "sparse_train_w8a16_x86",
     "learned_mask_w8a16_2of4_x86",  # passes/test_learned_mask.py
@@ -109,6 +110,8 @@ FIVE_BLOCKS = {  # the other recipes for the shipped model take its first two bl
     "skip_layers_x86",  # of two blocks, the first and the last stay
     "rotation_w4a8_g64_x86",  # stores vectors that no format counts: 2% of two blocks' bytes
 }
+STEPS = 4
+"""Steps that each training takes here."""
 REMOVE = (ChannelPrune, FfnPrune, HeadPrune, SkipLayers)
 """Passes that make linears smaller or fewer, and leave them dense."""
 DRAFTS = "speculate_lookup_x86"  # integer sums everywhere: verified rows have the bits of steps
@@ -122,6 +125,7 @@ LOSES = {
     "skip_layers_x86": (1.0, 0.4),  # with hardly any training, see `load_for_test`
     "sparsegpt_w8a16_x86": (0.6, 0.6),
     "sparsegpt_w8a16_2of4_x86": (0.6, 0.6),
+    "distill_blocks_w8a16_x86": (0.6, 0.6),
 }
 """Recipes that lose more than others: the perplexity's largest increase, the least agreement."""
 
@@ -154,6 +158,8 @@ def packs(step: Any) -> bool:
 
 def leaves_dense(step: Any) -> bool:
     """Return whether a pass records linears that stay dense."""
+STEPS = 4
+"""Steps that each training takes here."""
     return isinstance(step, (*REMOVE, Distill)) or not getattr(step, "pack", True)
 
 
@@ -210,6 +216,8 @@ def load_for_test(name: str, short_reference: Path) -> Recipe:
         first = ", ".join(site.name for site in linear_sites(captured(recipe.model_source()))[:4])
         key = f"passes.{PASSES.name_of(step)}"
         overrides += [f"{key}.targets=[{first}]", f"{key}.ignore=[]"]
+    trained = (step for step in recipe.passes if isinstance(step, TrainingPass))
+    overrides += [f"passes.{PASSES.name_of(step)}.steps={STEPS}" for step in trained]
     return load_recipe(name, overrides)
 
 
