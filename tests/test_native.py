@@ -153,15 +153,17 @@ class Run:
 
 @pytest.fixture(scope="module")
 def repeating(packed_bundle: Path) -> Run:
-    text = [*PROMPT, *load(packed_bundle, threads=1).generate_ids(PROMPT, max_tokens=POSITIONS)]
-    best = Run([], [], 0)
-    for place in range(len(PROMPT) + 3, len(text) - 50):
-        agreeing = [a == b for a, b in zip(lookups(text[:place]), text[place:], strict=False)]
-        count = agreeing.index(False) if False in agreeing else len(agreeing)
-        if count > best.accepted and len(set(text[place : place + count])) == count < len(agreeing):
-            best = Run(text[: place - 3], text[place - 3 :], count)
-    assert best.accepted > 2  # different tokens, and a wrong one behind them
-    return best
+    python = load(packed_bundle, threads=1)
+    for turn in range(len(PROMPT)):
+        start = PROMPT[turn:] + PROMPT[:turn]
+        text = [*start, *python.generate_ids(start, max_tokens=POSITIONS)]
+        for place in range(len(start) + 3, len(text) - 20):
+            agreeing = [a == b for a, b in zip(lookups(text[:place]), text[place:], strict=False)]
+            count = agreeing.index(False) if False in agreeing else 0
+            # So few that the wrong token behind them is drafted too; all differ.
+            if 2 < count < 6 and len(set(text[place - 3 : place + count])) == count + 3:
+                return Run(text[: place - 3], text[place - 3 :], count)
+    raise AssertionError("no prompt's continuation repeats itself")
 
 
 def figures(done: subprocess.CompletedProcess[str]) -> list[float]:
@@ -180,10 +182,14 @@ def ids_of(done: subprocess.CompletedProcess[str]) -> list[int]:
 def test_drafted_tokens_change_no_token(runner: Runner, packed_bundle: Path, repeating: Run) -> None:
     drafting, prompt, expected = ("--speculate", "lookup"), repeating.prompt, repeating.expected
     run, count = runner(packed_bundle, prompt, "--max-tokens", POSITIONS, *drafting), repeating.accepted
-    assert ids_of(run) == expected and len(prompt) + len(expected) == POSITIONS + 1  # with drafts that were wrong
+    assert ids_of(run) == expected and len(prompt) + len(expected) == POSITIONS + 1
     verifications, drafted, accepted, each, steps = figures(run)
+    # The first draft went on behind what was right.
     assert verifications >= 1 and drafted > accepted >= count and each == round(1 + accepted / verifications, 2)
     assert len(expected) == 1 + verifications + accepted + steps
+    text = prompt + expected
+    run = runner(packed_bundle, text[: len(PROMPT)], "--max-tokens", POSITIONS, *drafting)  # the caches grow
+    assert ids_of(run) == text[len(PROMPT) :]
     for tokens in range(1, count + 5):  # ends before, in and behind the first verification
         run = runner(packed_bundle, prompt, "--max-tokens", tokens, *drafting)
         assert ids_of(run) == expected[:tokens]
