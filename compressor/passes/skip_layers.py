@@ -51,7 +51,7 @@ class SkipLayers(Pass):
         compare_halves: rank on each half of the samples as well, and say how far the choices agree.
     """
 
-    exact_advice = "name the blocks in skip_layers' `layers`, with `part: block`"
+    inexact = "decides as it runs which layers go, and they differ: name blocks in `layers`"
 
     remove: float | None = None
     layers: int | str | tuple[int | str, ...] | None = None
