@@ -8,6 +8,28 @@ Invariant: one file a family, with the names of ``codegen/kernels`` and ``codege
 
 from __future__ import annotations
 
-from compressor.ops import attention, depthwise, embedding, experts, linear, norm, packed_cache, patches, recurrence
+from compressor.ops import (
+    attention,
+    depthwise,
+    embedding,
+    experts,
+    kept_attention,
+    linear,
+    norm,
+    packed_cache,
+    patches,
+    recurrence,
+)
 
-__all__ = ["attention", "depthwise", "embedding", "experts", "linear", "norm", "packed_cache", "patches", "recurrence"]
+__all__ = [
+    "attention",
+    "depthwise",
+    "embedding",
+    "experts",
+    "kept_attention",
+    "linear",
+    "norm",
+    "packed_cache",
+    "patches",
+    "recurrence",
+]

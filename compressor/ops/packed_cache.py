@@ -38,6 +38,36 @@ def _(x: Tensor, order: Tensor | None, format: str) -> Tensor:
     return x.new_empty(*x.shape[:-1], CacheFormat.parse(format).row_bytes(x.shape[-1]), dtype=torch.uint8)
 
 
+def packed_attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    k_order: Tensor | None,
+    v_order: Tensor | None,
+    format: str,
+) -> Tensor:
+    """Compute causal attention over packed rows, with the arguments of :func:`packed_attention`.
+
+    Args:
+        keys, values: uint8 [B, Hkv, T, row_bytes], those of positions 0 to ``position[-1]``.
+    """
+    fmt, width = CacheFormat.parse(format), q.shape[3]
+    repeat = q.shape[1] // keys.shape[1]
+    held = [packing_cache.dequantize_cache(rows, fmt, width).to(q.dtype) for rows in (keys, values)]
+    if k_order is not None:
+        q = q.gather(3, k_order.long().repeat_interleave(repeat, dim=0)[None, :, None].expand(q.shape))
+    out = attend(q, *held, position, scale, window, softcap, sinks)
+    if v_order is None:
+        return out
+    back = torch.argsort(v_order, dim=1).repeat_interleave(repeat, dim=0)
+    return out.gather(3, back[None, None].expand(out.shape))
+
+
 @custom_op("compressor::packed_attention", mutates_args=())
 def packed_attention(
     q: Tensor,
@@ -66,17 +96,9 @@ def packed_attention(
     Returns:
         float32 [B, S, H, D].
     """
-    fmt, past, width = CacheFormat.parse(format), int(position[0]), q.shape[3]
-    repeat = q.shape[1] // k.shape[1]
-    keys = packing_cache.dequantize_cache(torch.cat([k_cache[:, :, :past], k], dim=2), fmt, width)
-    values = packing_cache.dequantize_cache(torch.cat([v_cache[:, :, :past], v], dim=2), fmt, width)
-    if k_order is not None:
-        q = q.gather(3, k_order.long().repeat_interleave(repeat, dim=0)[None, :, None].expand(q.shape))
-    out = attend(q, keys.to(q.dtype), values.to(q.dtype), position, scale, window, softcap, sinks)
-    if v_order is None:
-        return out
-    back = torch.argsort(v_order, dim=1).repeat_interleave(repeat, dim=0)
-    return out.gather(3, back[None, None].expand(out.shape))
+    past = int(position[0])
+    keys, values = torch.cat([k_cache[:, :, :past], k], dim=2), torch.cat([v_cache[:, :, :past], v], dim=2)
+    return packed_attend(q, keys, values, position, scale, window, softcap, sinks, k_order, v_order, format)
 
 
 @packed_attention.register_fake

@@ -86,7 +86,7 @@ def cached_attention(
             for task in T.parallel(batch * heads):
                 h = T.meta_var(task % heads)
                 b = T.meta_var(task // heads)
-                first = T.meta_var(_first_seen(end - 1, window, chunk))
+                first = T.meta_var(first_seen(end - 1, window, chunk))
                 # Filled up to whole vectors, so that the exponentials need no scalar tail.
                 scores = T.alloc_buffer((end - first + VECTOR,), "float32")
                 held = T.meta_var(DenseRows(k_cache, v_cache, b, h // repeat, head_dim))
@@ -102,7 +102,7 @@ def cached_attention(
                 kv = T.meta_var(task // count % kv_heads)
                 b = T.meta_var(task // count // kv_heads)
                 early, late = T.meta_var(prompt.tokens(block, new))
-                begin = T.meta_var(_first_seen(position[0] + early, window, chunk))
+                begin = T.meta_var(first_seen(position[0] + early, window, chunk))
                 seen = T.meta_var(partial(_causal, position, window, chunk))
                 sink = T.meta_var((lambda head: sinks[head]) if has_sinks else None)
                 rows, end = T.meta_var(([Heads(q), Heads(k_cache), Heads(v_cache)], position[0] + late + 1))
@@ -171,7 +171,7 @@ def _sizes(all_sizes: tuple[Any, ...], own: tuple[bool, bool, bool] | None) -> A
     return math.prod([n for n, each in zip(all_sizes, own or (False,) * 3, strict=True) if each], start=T.int64(1))
 
 
-def _first_seen(query: Any, window: int, chunk: int) -> Any:
+def first_seen(query: Any, window: int, chunk: int) -> Any:
     """Return the first key that the query at a position sees."""
     first = T.max(query - (window - 1), T.int64(0)) if window else T.int64(0)
     return T.max(first, query - query % chunk) if chunk else first

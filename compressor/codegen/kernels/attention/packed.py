@@ -12,7 +12,7 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from compressor.codegen.kernels.attention.cached import Place, Row
+from compressor.codegen.kernels.attention.cached import Place, Row, Rows
 from compressor.codegen.kernels.norm import PARALLEL_FROM
 from compressor.codegen.kernels.vector import VECTOR, emit_tree, ramp, splat_float, widen
 from compressor.formats.cache import CacheFormat
@@ -60,7 +60,7 @@ def pack_cache(kv_heads: int, width: int, fmt: CacheFormat, has_order: bool) -> 
                 for task in range(batch * new * kv_heads):
                     pack(task)
 
-    return _without(kernel, {1: has_order})
+    return without(kernel, {1: has_order})
 
 
 def packed_attention(
@@ -80,8 +80,8 @@ def packed_attention(
     [B, Hkv, T, row_bytes] (written at ``position``), position int64 [S], sinks float32 [H] (where there are any),
     k_order, v_order int32 [Hkv, D] (where there are any), out float32 [B, S, H, D].
     """
-    repeat, windowed, size, lanes = heads // kv_heads, window > 0, fmt.row_bytes(width), _lanes(width, fmt)
-    row = Row(width, scale, softcap, has_sinks)
+    repeat, windowed, size = heads // kv_heads, window > 0, fmt.row_bytes(width)
+    row = PackedRow(width, scale, softcap, has_sinks)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel(
@@ -123,28 +123,15 @@ def packed_attention(
             last = T.meta_var(position[0] + s + 1)
             first = T.meta_var(T.max(last - window, T.int64(0)) if windowed else T.int64(0))
             scores = T.alloc_buffer((last - first + VECTOR,), "float32")
-            query = T.alloc_buffer((width,), "float32")
-            result = T.alloc_buffer((width,), "float32")
-            if has_order:
-                for d in T.serial(width):
-                    query[d] = q[b, h, s, k_order[kv, d]]
-            else:
-                for d in range(0, width, lanes):
-                    query[ramp(d, lanes)] = q[b, h, s, ramp(d, lanes)]
             held = T.meta_var(PackedRows(k_cache, v_cache, b, kv, width, fmt))
-            load, store = T.meta_var((Place(query), Place(result)))
-            row.emit(held, load, store, scores, sinks[h] if has_sinks else None, first, last - first)
-            if has_order:
-                for d in T.serial(width):
-                    out[b, s, h, v_order[kv, d]] = result[d]
-            else:
-                for d in range(0, width, lanes):
-                    out[b, s, h, ramp(d, lanes)] = result[ramp(d, lanes)]
+            query, result = T.meta_var((Place(q, b, h, s), Place(out, b, s, h)))
+            orders = T.meta_var((Place(k_order, kv), Place(v_order, kv)) if has_order else None)
+            row.emit(held, query, result, orders, scores, sinks[h] if has_sinks else None, first, last - first)
 
-    return _without(kernel, {6: has_sinks, 7: has_order, 8: has_order})
+    return without(kernel, {6: has_sinks, 7: has_order, 8: has_order})
 
 
-def _without(kernel: tvm.tirx.PrimFunc, present: dict[int, bool]) -> tvm.tirx.PrimFunc:
+def without(kernel: tvm.tirx.PrimFunc, present: dict[int, bool]) -> tvm.tirx.PrimFunc:
     """Remove the parameters that a function does not use."""
     params = [param for i, param in enumerate(kernel.params) if present.get(i, True)]
     return tvm.tirx.PrimFunc(params, kernel.body, kernel.ret_type, kernel.attrs)
@@ -225,6 +212,48 @@ class PackedRows:
         half = T.reinterpret(rows[self.b, self.kv, row, T.ramp(at, 1, 2)], dtype="float16")
         scale = T.Cast("float32", half)
         return scale if self.fmt.element is None else scale * T.float32(_E4M3_HALF)
+
+
+class PackedRow:
+    """One query row over packed caches, whose channels may be stored in another order; see
+    :class:`compressor.codegen.kernels.attention.cached.Row`.
+    """
+
+    def __init__(self, width: int, scale: float, softcap: float, has_sinks: bool) -> None:
+        self.width, self.row = width, Row(width, scale, softcap, has_sinks)
+
+    def emit(
+        self,
+        held: Rows,
+        query: Place,
+        result: Place,
+        orders: tuple[Place, Place] | None,
+        scores: Any,
+        sink: Any,
+        first: Any,
+        count: Any,
+    ) -> None:
+        """Attend to ``count`` keys from ``first``.
+
+        Args:
+            orders: of the channels of keys and of values, int32 [D]; None where they are stored as they come.
+        """
+        own, found = (T.alloc_buffer((self.width,), "float32") for _ in range(2))
+        if orders is None:
+            self._copy(held.lanes, query, Place(own))
+        else:
+            with T.serial(0, self.width) as d:
+                T.buffer_store(own, query[orders[0][d]], [d])
+        self.row.emit(held, Place(own), Place(found), scores, sink, first, count)
+        if orders is None:
+            self._copy(held.lanes, Place(found), result)
+        else:
+            with T.serial(0, self.width) as d:
+                result.emit_store(orders[1][d], found[d])
+
+    def _copy(self, lanes: int, source: Place, result: Place) -> None:
+        for d in range(0, self.width, lanes):
+            result.emit_store(ramp(d, lanes), source[ramp(d, lanes)])
 
 
 class Packer:
