@@ -16,11 +16,11 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from compressor.errors import UsageError
 from compressor.graph.caches import empty_caches, empty_states
+from compressor.graph.kinds.carried import carried_node
 from compressor.graph.kinds.encoder_decoder import (
     Batch,
     Pair,
     SampleInputs,
-    memory_node,
     source_inputs,
     source_node,
     tokens_of,
@@ -67,7 +67,7 @@ class SegmentRunner:
         if info.pair is not None:
             self.source_node, self.ids_node = inputs[:2]
         self.hidden: list[Tensor | None] = [None] * len(batches)
-        self.memory: list[Tensor | None] = [None] * len(batches)  # the encoder's output, once it has been computed
+        self.memory: list[Tensor | None] = [None] * len(batches)  # what is carried past layers, once it is computed
         self._live: list[dict[Node, Any]] = [{} for _ in batches]  # inside a segment, where :meth:`run_to` got to
         self._passed: set[Node] = set()
         self.shared: dict[tuple[int, ...], dict[Node, Any]] = {}  # input shapes -> inputs, token-independent values
@@ -75,8 +75,8 @@ class SegmentRunner:
     def advance(self, segment: Segment) -> None:
         """Run every batch on to the end of the segment; its hidden states take the place of the last ones."""
         assert segment.exit is not None
-        memory = memory_node(self.graph)
-        also = [memory] if memory in segment.nodes else []
+        beside = carried_node(self.graph)
+        also = [beside] if beside in segment.nodes else []
         for i, (value, *carried) in enumerate(self.run_to(segment, [segment.exit, *also])):
             self._keep(self.hidden, i, value)
             if carried:
@@ -103,6 +103,8 @@ class SegmentRunner:
         Args:
             later: nodes of the same segment that later calls will want.
         """
+        beside = carried_node(self.graph)
+        later = [*later, beside] if beside in segment.nodes else later  # :meth:`advance` will want it
         for i in range(len(self.batches)):
             env = {**self.environment(segment, i), **self._live[i]}
             given = set(env)
@@ -136,7 +138,7 @@ class SegmentRunner:
         env = {**self._shared(batch), self.ids_node: tokens_of(batch)}
         if self.source_node is not None:
             env[self.source_node] = batch.source if isinstance(batch, Pair) else batch
-        memory, carried = memory_node(self.graph), self.memory[i]
+        memory, carried = carried_node(self.graph), self.memory[i]
         if memory is not None and carried is not None and memory not in segment.nodes:
             env[memory] = carried
         if segment.entry is not None:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compressor.graph.kinds.encoder_decoder import SOURCE, memory_node
+from compressor.graph.kinds.carried import carried_node
+from compressor.graph.kinds.encoder_decoder import SOURCE
 from compressor.graph.sites import Site, packed_weight_sites, weight_sites
 
 
@@ -27,8 +28,9 @@ def segments(graph: GraphModule) -> list[Segment]:
     """Cut the graph into the shortest stretches that hold a linear, dense or packed, each.
 
     Values that depend on positions, shapes and parameters alone (:func:`shared_nodes`) are available everywhere and
-    do not count as live; nor do graph inputs, nor values that only the output reads (new keys and values), nor, in a
-    decoder, the output of its encoder. Running the segments in order with :func:`run_nodes` is running the graph.
+    do not count as live; nor do graph inputs, nor values that only the output reads (new keys and values), nor what is
+    carried past layers (:func:`compressor.graph.kinds.carried.carried_node`), such as an encoder's output. Running the
+    segments in order with :func:`run_nodes` is running the graph.
     """
     nodes = _token_nodes(graph)
     index = {node: i for i, node in enumerate(nodes)}
@@ -38,8 +40,8 @@ def segments(graph: GraphModule) -> list[Segment]:
     # Packed linears count too, so that the cuts stay where they were as a pass replaces one site after another.
     linears = [i for i, node in enumerate(nodes) if node in sites or node in packed]
     result: list[Segment] = []
-    memory = memory_node(graph)
-    carried = -1 if memory is None else index[memory]
+    beside = carried_node(graph)
+    carried = -1 if beside is None else index[beside]
     live: set[int] = set()
     begin, entry = 0, None
     for i in range(linears[-1] if linears else 0):  # what follows the last linear belongs to its segment

@@ -25,6 +25,7 @@ from compressor.formats.extras import ColumnBlocks, KeptOfGroup
 from compressor.formats.format import Format
 
 _CONVOLUTIONS, _STATES = "convolutions", "layers with a state"
+_KEPT = "layers that run kept tokens alone (the pass swift_kv)"
 MISSING = {
     "patches.default": _CONVOLUTIONS,
     "depthwise_linear.default": _CONVOLUTIONS,
@@ -33,6 +34,8 @@ MISSING = {
     "selective_scan.default": _STATES,
     "gated_delta_rule.default": _STATES,
     "wkv.default": _STATES,
+    "kept_attention.default": _KEPT,
+    "packed_kept_attention.default": _KEPT,
 }
 """Operators without a kernel here, each with its family in words."""
 

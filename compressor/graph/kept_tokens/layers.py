@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,17 +13,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compressor.graph.caches import AttentionLayer, attention_layers
+from compressor.graph.kinds.carried import KEPT, carried_node, last_linears
 from compressor.graph.model import ModelInfo
 from compressor.graph.provenance import describe
 from compressor.graph.segments import segments
 from compressor.graph.sites import Site, is_parameter, linear_sites, packed_sites
 
-_OPS = torch.ops.compressor
-_CACHED = _OPS.cached_attention.default
-KEPT = (_OPS.kept_attention.default, _OPS.packed_kept_attention.default)
-"""Attention of kept tokens, over float32 caches and over packed ones."""
-_NORMS = (_OPS.rms_norm.default, torch.ops.aten.layer_norm.default)
-_LINEARS = (_OPS.dense_linear.default, _OPS.packed_linear.default)
+_NORMS = (torch.ops.compressor.rms_norm.default, torch.ops.aten.layer_norm.default)
 
 
 class CannotKeep(ValueError):
@@ -91,7 +87,6 @@ def later_layers(graph: GraphModule, after: int) -> list[LaterLayer]:
 
 def _followed(graph: GraphModule, layers: Sequence[AttentionLayer]) -> Iterator[LaterLayer]:
     cuts = segments(graph)
-    tokens = {node for cut in cuts for node in cut.nodes}
     sites, packed = {site.node: site for site in linear_sites(graph)}, {site.node for site in packed_sites(graph)}
     for layer in layers:
         entry = next(cut.entry for cut in cuts if layer.node in cut.nodes)
@@ -99,7 +94,9 @@ def _followed(graph: GraphModule, layers: Sequence[AttentionLayer]) -> Iterator[
             raise CannotKeep(f"in front of {layer.name} there is no place where the residual stream alone is read")
         found = {}
         for what, value in (("queries", layer.queries), ("keys", layer.keys), ("values", layer.values)):
-            linears = last_linears(value, tokens, entry)
+            linears = last_linears(value, entry)
+            if entry in linears:
+                raise CannotKeep(f"the {what} of {layer.name} read the residual stream without a linear between")
             if not linears or (len(linears) > 1 and what != "queries"):
                 raise CannotKeep(f"the {what} of {layer.name} are not made by one linear, but {_named(linears)}")
             for node in linears:
@@ -114,28 +111,21 @@ def _followed(graph: GraphModule, layers: Sequence[AttentionLayer]) -> Iterator[
         yield LaterLayer(layer, entry, _norm(graph, layer, keys, values, entry), queries, keys, values)
 
 
-def last_linears(value: Node, tokens: Collection[Node], entry: Node | None = None) -> list[Node]:
-    """Return the last linears on all ways to a value, in the graph's order.
+def attention_weights(graph: GraphModule) -> tuple[list[Site], list[str]]:
+    """List what attention of kept tokens is made with, in a graph whose later layers run these alone.
 
-    Args:
-        tokens: nodes that depend on tokens; ways through others are not followed.
-        entry: where no way may lead without a linear.
-    Raises:
-        CannotKeep: one does.
+    Returns:
+        The linears of queries, keys and values, in order, and the names of their parameters and of those of the norm
+        that keys and values are made of.
     """
-    found, seen, ahead = set[Node](), set[Node](), [value]
-    while ahead:
-        node = ahead.pop()
-        if node in seen or node not in tokens:
-            continue
-        seen.add(node)
-        if node is entry:
-            raise CannotKeep(f"{describe(value)} reads {describe(entry)} without a linear between")
-        if node.target in _LINEARS:
-            found.add(node)
-        else:
-            ahead += node.all_input_nodes
-    return sorted(found)
+    sites = {site.node: site for site in linear_sites(graph)}
+    attentions = [node for node in graph.graph.nodes if node.target in KEPT]
+    values = [cast(Node, value) for node in attentions for value in node.args[:3]]
+    nodes = sorted({node for value in values for node in last_linears(value)})
+    source = carried_node(graph)
+    makers = [*nodes, *([source] if source is not None and source.target in _NORMS else [])]
+    read = (str(arg.target) for node in makers for arg in node.args[1:] if is_parameter(graph, arg))
+    return [sites[node] for node in nodes], list(dict.fromkeys(read))
 
 
 def _norm(graph: GraphModule, layer: AttentionLayer, keys: Site, values: Site, entry: Node) -> Node | None:

@@ -33,12 +33,14 @@ _NORM = "kv_norm"
 _CACHES = 3  # keys, values and their caches: what attention reads in front of the positions begins here
 
 
-def keep_tokens(graph: GraphModule, layers: Sequence[LaterLayer], share: int = 1) -> None:
+def keep_tokens(graph: GraphModule, layers: Sequence[LaterLayer], share: int = 1) -> dict[Node, Node]:
     """Rewrite a graph in place; its inputs and outputs lose the caches of layers that share another's.
 
     Args:
         layers: all from some layer on (:func:`compressor.graph.kept_tokens.layers.later_layers`).
         share: neighbouring layers that read the keys and values of the first of them.
+    Returns:
+        By nodes of all tokens, which may be gone, those that compute the same of kept tokens.
     Raises:
         CannotKeep: names what reads tokens in another way, or layers that cannot share; the graph is half rewritten.
     """
@@ -48,7 +50,8 @@ def keep_tokens(graph: GraphModule, layers: Sequence[LaterLayer], share: int = 1
         average(graph, group)
         sources |= {layer.attention.node: group[0] for layer in group}
     _normalise_once(graph, layers)
-    logits = _Kept(graph, layers[0].entry, sources).logits()
+    kept = _Kept(graph, layers[0].entry, sources)
+    logits = kept.logits()
     shared = {node.args[i] for node, layer in sources.items() if node is not layer.attention.node for i in (3, 4)}
     inputs, output = graph.graph.find_nodes(op="placeholder"), graph.graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
@@ -56,11 +59,13 @@ def keep_tokens(graph: GraphModule, layers: Sequence[LaterLayer], share: int = 1
     output.args = ((logits, *(results[1 + place] for place in stay)),)
     drop_dead_parameters(graph)
     for cache in shared:
+        cache.replace_all_uses_with(inputs[_CACHES])  # only sizes are left, and all caches have the same
         graph.graph.erase_node(cache)
     left = info.layers - len(shared) // 2
     graph.meta["model"] = dataclasses.replace(info, layers=left)
     _restate_arguments(graph, left)
     graph.recompile()
+    return kept.copies
 
 
 def _normalise_once(graph: GraphModule, layers: Sequence[LaterLayer]) -> None:
