@@ -10,7 +10,6 @@ cost two linears for each token, or, where neighbouring layers share them, two f
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar

@@ -125,7 +125,9 @@ def test_what_it_costs(llama: GraphModule) -> None:
     expected = early + tokens * makes + 3 * (runs + attention) + c * vocabulary
     cost = prompt_cost(graph, tokens)
     assert cost.multiply_adds == pytest.approx(expected / tokens)
-    assert cost.cache_bytes == 3 * 2 * kv * 4 == sum(x[:, :, 0].numel() * 4 for x in empty_caches(graph.meta["model"], 1))
+    assert (
+        cost.cache_bytes == 3 * 2 * kv * 4 == sum(x[:, :, 0].numel() * 4 for x in empty_caches(graph.meta["model"], 1))
+    )
     read = sum(cost.cache_bytes for cost in node_costs(graph, 1, 1, 10).values())
     assert read == 10 * 5 * 2 * kv * 4, "each layer reads the cache that it shares"
     gone = [record.site for record in ran.records if not record.bytes_after]
@@ -187,7 +189,7 @@ def test_bad_input(llama: GraphModule) -> None:
         SwiftKv(share=0)
     with pytest.raises(UsageError, match="swift_kv: steps -1"):
         SwiftKv(steps=-1)
-    with pytest.raises(UsageError, match="after 6: .* has 5 layers with attention"):
+    with pytest.raises(UsageError, match=r"after 6: .* has 5 layers with attention"):
         SwiftKv(after=6).requires(llama, Context())
     with pytest.raises(UsageError, match="give the pass once"):
         UNTRAINED.requires(run(llama, UNTRAINED), Context())
@@ -219,7 +221,6 @@ def test_layers_that_rotate_in_other_ways_share_nothing() -> None:
     sizes = {"num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
     name, config = DECODERS["Gemma 3"]
     graph = capture(make(name, {**config, **sizes}, True))
-    with pytest.raises(UsageError, match="make keys and values in different ways .* set `share: 1`"):
+    with pytest.raises(UsageError, match=r"make keys and values in different ways .* set `share: 1`"):
         dataclasses.replace(UNTRAINED, after=1, share=2).requires(graph, Context())
     dataclasses.replace(UNTRAINED, after=1).requires(graph, Context())
-

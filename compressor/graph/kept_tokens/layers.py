@@ -1,6 +1,6 @@
 """Find the later layers of a decoder: the residual stream in front of each, and the linears that it attends with.
 
-    entry -> norm -> linear -> (norm of heads, rotation) -> keys      what is followed, for each later layer
+entry -> norm -> linear -> (norm of heads, rotation) -> keys      what is followed, for each later layer
 """
 
 from __future__ import annotations

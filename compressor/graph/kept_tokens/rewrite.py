@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -52,7 +52,8 @@ def keep_tokens(graph: GraphModule, layers: Sequence[LaterLayer], share: int = 1
     _normalise_once(graph, layers)
     kept = _Kept(graph, layers[0].entry, sources)
     logits = kept.logits()
-    shared = {node.args[i] for node, layer in sources.items() if node is not layer.attention.node for i in (3, 4)}
+    others = [node for node, layer in sources.items() if node is not layer.attention.node]
+    shared = {cast(Node, cache) for node in others for cache in node.args[3:5]}
     inputs, output = graph.graph.find_nodes(op="placeholder"), graph.graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     stay = [place for place, cache in enumerate(inputs[_CACHES:]) if cache not in shared]

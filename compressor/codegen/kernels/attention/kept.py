@@ -8,7 +8,6 @@ it has where all tokens are kept, and up to 32 kept tokens do not depend on each
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import tvm
 from tvm.script import tirx as T

@@ -25,7 +25,9 @@ class KeptConverter(LinearConverter):
         }
 
     def _kept_attention(self, node: fx.Node, importer: Any) -> Any:
-        *given, scale, window, softcap, sinks, chunk, slopes, biases = (*importer.retrieve_args(node), 0, None, None)[:14]
+        *given, scale, window, softcap, sinks, chunk, slopes, biases = (*importer.retrieve_args(node), 0, None, None)[
+            :14
+        ]
         distances = 0
         if biases is not None:
             distances, heads = (int(size) for size in biases.ty.shape)

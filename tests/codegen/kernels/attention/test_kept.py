@@ -90,7 +90,11 @@ def test_kept_tokens_over_packed_caches(name: str, permuted: bool, isa: Isa) -> 
     for past, new, kept_tokens in CASES[1:5]:
         caches = [OPS.pack_cache(normal(2, kv_heads, 80, width, seed=i), None, name) for i in (4, 5)]
         fresh = [OPS.pack_cache(normal(2, kv_heads, new, width, seed=i), None, name) for i in (7, 8)]
-        q, position, keep = normal(2, heads, new, width, seed=6), torch.arange(past, past + new), torch.tensor(kept_tokens)
+        q, position, keep = (
+            normal(2, heads, new, width, seed=6),
+            torch.arange(past, past + new),
+            torch.tensor(kept_tokens),
+        )
         rows, given = q[:, :, keep], [cache.clone() for cache in caches]
         expected = OPS.packed_kept_attention(rows, *fresh, *caches, position, keep, *settings, sinks, *chosen, name)
         got = call(kernel, [rows, *fresh, position, keep, sinks, *chosen], given, expected)
