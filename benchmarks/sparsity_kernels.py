@@ -1,14 +1,15 @@
 """Time linears with blocks left out against dense ones, ours and others', in one run, by turns.
 
     python benchmarks/sparsity_kernels.py [--threads 1] [--rounds 9] [--shapes 4096x4096,2048x2048] [--isa NAME]
-        [--peers SITE_PACKAGES ...] [--json FILE] [--markdown FILE]
+        [--peers SITE_PACKAGES ...] [--libxsmm FOLDER] [--json FILE] [--markdown FILE]
 
 One token is timed with weights from memory: a turn goes through copies of 128 MB together, and all others take turns
 before they are read again.  Prompts have 128 tokens and one copy.  Every contender takes a turn in each round and its
 shortest turn counts; ratios are those of these.  Beside a figure stand its bound, the larger of its bytes at the best
 bandwidth and its products at the best rate that anything reached in the same run, and the fraction of the bound that
 was reached.  Prints Markdown, with the CPU, the instruction set, and the load average before and after.  Peers that are
-not installed here are looked for in the folders of ``--peers``.
+not installed here are looked for in the folders of ``--peers``.  LIBXSMM is built by hand (benchmarks/peers/README.md);
+it has one thread, and of other numbers of tokens beside each other the quicker one counts.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import json
 import math
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,8 @@ import numpy as np
 import torch
 import tvm
 from compressor_runtime import configure_threads
+from peers.libxsmm import Product
+from peers.libxsmm import load as load_libxsmm
 
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.targets.x86 import ISAS, X86
@@ -45,6 +50,7 @@ TOKENS, WORKING_SET_BYTES, LARGE_BYTES = 128, 128 << 20, 512 << 20
 MOST_SESSIONS = 16  # of a peer that takes long to make one: small weights are then in its caches, which favours it
 DENSE = ("W8A8", "W4A8_G128")
 TILES = "W8A8_B32x64"  # blocks that AMX skips
+LIBXSMM_BLOCKS, LIBXSMM_PACKED = ((16, 4), (32, 64)), (16, 32)  # 64 and 128 are wrong in LIBXSMM's own sample too
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,17 @@ def others(rows: int, columns: int, tokens: int, sparsity: int) -> Iterator[Cont
     calls = [lambda w=w: w @ given for w in torch_csr]  # type: ignore[misc]
     yield Contender(f"torch CSR float32 {sparsity}%", calls, size, 1 - sparsity / 100)
     yield Contender(f"scipy CSR float32 {sparsity}%", [lambda w=w: w @ x for w in csr], size, 1 - sparsity / 100)  # type: ignore[misc]
+
+
+def libxsmm(library: Any, rows: int, columns: int, tokens: int, sparsity: int) -> Iterator[Contender]:
+    """LIBXSMM's int8 product with blocks that are left out, on activations that are rounded and laid out already."""
+    for block in LIBXSMM_BLOCKS:
+        kept = rows * columns * (100 - sparsity) // 100
+        for packed in (1,) if tokens == 1 else LIBXSMM_PACKED:
+            one = Product(library, (rows, columns), tokens, packed, block, sparsity, copies_of(kept, tokens))
+            calls = [partial(one, copy) for copy in range(len(one.parts))]
+            name = f"LIBXSMM int8 {block[0]}x{block[1]} {sparsity}%"
+            yield Contender(name, calls, one.bytes, 1 - sparsity / 100)
 
 
 def onnx_runtime(dense: np.ndarray[Any, Any], tokens: int) -> Iterator[Contender]:
@@ -213,13 +230,15 @@ def bandwidth(threads: int) -> float:
     return best
 
 
-def table(shape: str, tokens: int, rounds: int, isa: Any, read: float) -> list[dict[str, Any]]:
+def table(shape: str, tokens: int, rounds: int, isa: Any, read: float, library: Any) -> list[dict[str, Any]]:
     """Time all contenders for one shape, and print them."""
     rows, columns = map(int, shape.split("x"))
     names = [*DENSE, *(f"{name}_B16x1@{sparsity}" for name in DENSE for sparsity in SPARSITIES)]
     names += [f"{TILES}@{sparsity}" for sparsity in SPARSITIES]
     contenders = [one for name in names for one in ours(name, rows, columns, tokens, isa)]
     contenders += [one for sparsity in (0, *SPARSITIES) for one in others(rows, columns, tokens, sparsity)]
+    if library is not None:
+        contenders += [one for sparsity in SPARSITIES for one in libxsmm(library, rows, columns, tokens, sparsity)]
     best, known = race(contenders, rounds), {one.name: one for one in contenders}
     read = max(read, *(one.bytes / best[one.name] for one in contenders)) if tokens == 1 else read
     dense = 2 * rows * columns * tokens
@@ -245,9 +264,12 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--isa", default=X86().resolve().name, choices=list(ISAS))
     parser.add_argument("--peers", type=Path, nargs="*", default=[], help="folders of packages, behind our own")
+    parser.add_argument("--libxsmm", type=Path, metavar="FOLDER", help="of its sources, where it is built")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
+    if args.libxsmm is not None and args.threads != 1:
+        parser.error("--libxsmm has one thread; give --threads 1")
     sys.path += map(str, args.peers)
     say("# Linears with blocks left out\n")
     say(f"`python benchmarks/sparsity_kernels.py --threads {args.threads} --rounds {args.rounds} --isa {args.isa}`\n")
@@ -256,12 +278,16 @@ def main() -> None:
     read, isa = bandwidth(args.threads), ISAS[args.isa]
     at = f"{cpu_name()}, {isa.name}, {args.threads} thread(s)"
     say(f"{at}, reads {read / 1e9:.1f} GB/s, load average {os.getloadavg()[0]:.2f}")
-    found = [
-        row
-        for shape in args.shapes.split(",")
-        for tokens in (1, TOKENS)
-        for row in table(shape, tokens, args.rounds, isa, read)
-    ]
+    with tempfile.TemporaryDirectory() as work:
+        library = None if args.libxsmm is None else load_libxsmm(args.libxsmm, Path(work))
+        if library is not None:
+            say(f"LIBXSMM generates code for {library.target().decode()}.")
+        found = [
+            row
+            for shape in args.shapes.split(",")
+            for tokens in (1, TOKENS)
+            for row in table(shape, tokens, args.rounds, isa, read, library)
+        ]
     say(f"\nLoad average at the end: {os.getloadavg()[0]:.2f}")
     if args.markdown:
         args.markdown.write_text("\n".join(LINES) + "\n", encoding="utf-8")

@@ -7,7 +7,7 @@ in memory, beside the hidden states between two segments.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -72,18 +72,46 @@ class SegmentRunner:
         self._passed: set[Node] = set()
         self.shared: dict[tuple[int, ...], dict[Node, Any]] = {}  # input shapes -> inputs, token-independent values
 
-    def advance(self, segment: Segment) -> None:
-        """Run every batch on to the end of the segment; its hidden states take the place of the last ones."""
+    def advance(
+        self,
+        segment: Segment,
+        also: Sequence[Node] = (),
+        take: Callable[[int, list[Tensor]], Tensor] | None = None,
+    ) -> None:
+        """Run every batch on to the end of the segment; its hidden states take the place of the last ones.
+
+        Args:
+            also: further nodes of the segment that are of interest.
+            take: called with the number of each batch and the values of the segment's exit and of these nodes, while
+                :attr:`hidden` still has what is in front of the segment; returns what goes on in the exit's place.
+        """
         assert segment.exit is not None
         beside = carried_node(self.graph)
-        also = [beside] if beside in segment.nodes else []
-        for i, (value, *carried) in enumerate(self.run_to(segment, [segment.exit, *also])):
-            self._keep(self.hidden, i, value)
+        carried = [beside] if beside in segment.nodes else []
+        for i, (value, *more) in enumerate(self.run_to(segment, [segment.exit, *also, *carried])):
+            taken = value if take is None else take(i, [value, *more[: len(also)]])
+            self._keep(self.hidden, i, taken)
             if carried:
-                self._keep(self.memory, i, carried[0])
+                self._keep(self.memory, i, taken if beside is segment.exit else more[-1])
             self._live[i] = {}
         self._passed = set()
         self.release(segment)
+
+    def skip(self, segment: Segment) -> None:
+        """Leave a segment out: what is live behind it is what is live in front of it."""
+        if segment.exit is carried_node(self.graph):
+            for i, value in enumerate(self.hidden):
+                assert value is not None
+                self._keep(self.memory, i, value)
+
+    def fork(self) -> SegmentRunner:
+        """Return another runner that is as far as this one, on its own way from there."""
+        other = SegmentRunner(self.graph, self.batches, self.spill, self.rounded)
+        other.shared, other.memory = self.shared, list(self.memory)
+        for i, value in enumerate(self.hidden):
+            if value is not None:
+                other._keep(other.hidden, i, value)
+        return other
 
     def _keep(self, places: list[Tensor | None], i: int, value: Tensor) -> None:
         """Store a batch's value in its place."""

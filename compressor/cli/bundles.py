@@ -30,6 +30,11 @@ from compressor.errors import VerificationError
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Nucleus sampling.")
 @click.option("--seed", type=int, help="Makes sampling repeatable.")
 @click.option("--stop", multiple=True, help="Text that ends the generation.")
+@click.option(
+    "--speculate",
+    type=click.Choice(("off", "lookup", "recycle", "auto")),
+    help="Draft tokens, and verify several in a step: the text is the same. As the bundle's recipe says, if left out.",
+)
 @threads_option
 @json_option
 @reported
@@ -41,11 +46,14 @@ def generate(bundle: Path, prompt: str, threads: int | None, as_json: bool, **op
     if as_json:
         text = "".join(pieces)
         facts = {key: getattr(pieces, key) for key in ("prompt_tokens", "new_tokens", "finish_reason")}
-        emit(True, {"prompt": prompt, "text": text, **facts}, lambda: None)
+        drafts = {} if pieces.speculation is None else {"speculation": pieces.speculation.facts()}
+        emit(True, {"prompt": prompt, "text": text, **facts, **drafts}, lambda: None)
         return
     for piece in pieces:
         click.echo(piece, nl=False)
     click.echo()
+    if pieces.speculation is not None:
+        click.echo(str(pieces.speculation), err=True)
 
 
 @click.command()
@@ -71,17 +79,38 @@ def serve(bundle: Path, port: int, as_json: bool) -> None:
 @click.option("--prompt-tokens", type=click.IntRange(1), default=128, show_default=True)
 @click.option("--new-tokens", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--repeats", type=click.IntRange(1), default=7, show_default=True)
+@click.option(
+    "--speculate",
+    type=click.Choice(("lookup", "recycle", "auto")),
+    help="Also time verifications by their rows, and passages of --text with drafts and without.",
+)
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A text file; left out: the shipped documentation of Python.",
+)
 @threads_option
 @json_option
 @reported
 def bench_command(
-    bundle: Path, prompt_tokens: int, new_tokens: int, repeats: int, threads: int | None, as_json: bool
+    bundle: Path,
+    prompt_tokens: int,
+    new_tokens: int,
+    repeats: int,
+    speculate: str | None,
+    text: Path | None,
+    threads: int | None,
+    as_json: bool,
 ) -> None:
     """Time BUNDLE (or a Hugging Face folder, in PyTorch float32) in a process of its own."""
     from compressor.cli.show_run import show_metrics
     from compressor.evaluate.speed import bench
+    from compressor.host.resources import resource
 
-    metrics = bench(bundle, threads=threads, prompt_tokens=prompt_tokens, new_tokens=new_tokens, repeats=repeats)
+    drafts = (speculate, text or resource("calibration") / "python_docs_heldout.txt") if speculate else None
+    metrics = bench(
+        bundle, threads=threads, prompt_tokens=prompt_tokens, new_tokens=new_tokens, repeats=repeats, drafts=drafts
+    )
     emit(as_json, metrics, lambda: show_metrics(str(bundle), metrics))
 
 

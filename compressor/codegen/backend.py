@@ -70,6 +70,9 @@ class OpenBundle(Protocol):
     def logits(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return a decoder's logits [B, S, V] for ids [B, S], from an empty cache."""
 
+    def continued(self, prompts: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+        """Return the likeliest next tokens of a decoder's prompts [B, S], step by step, [B, count]."""
+
     def hidden(self, ids: NDArray[np.int64], mask: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return an encoder's last hidden state [B, S, H] for ids and mask [B, S]."""
 

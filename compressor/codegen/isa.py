@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+INDEPENDENT_ROWS = 32
+"""Rows up to which a row's outputs have the same bits whatever is computed with it, in every kernel but attention's."""
+
 
 @dataclass(frozen=True)
 class Isa:

@@ -20,6 +20,8 @@ class Target(Protocol):
     Attributes:
         backend: ``module:Class`` of what makes its bundles (:class:`compressor.codegen.backend.Backend`), called with
             the target and a number of threads.
+
+    One whose kernels verify drafted tokens says so in an attribute ``verifies``, which is True.
     """
 
     backend: ClassVar[str]

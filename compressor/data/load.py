@@ -14,14 +14,15 @@ from compressor.data.sounds import Sounds, load_evaluation_sounds, load_sound_sa
 from compressor.data.text import LEAST_TOKENS, Samples, load_evaluation, load_samples, longest_window
 from compressor.errors import UsageError
 from compressor.graph.model import ModelInfo
-from compressor.recipe.data_spec import DataSource, Kind
+from compressor.recipe.data_spec import PROMPT_TOKENS, DataSource, EvaluationSpec, Kind
 from compressor.recipe.gates import QUALITY
 from compressor.recipe.recipe import Recipe
 
 _T = TypeVar("_T")
 EvaluationData: TypeAlias = Tensor | Texts | Images | Sounds | ZeroShot
 """Tokens, texts to embed, labelled images, sounds with their texts, or pictures to tell by texts."""
-_FOR_TEXT = ("sequence_length", "tokens", "window", "stride")
+_LEAST_NEW = 3  # with the last token, which needs no position, a 4-gram
+_FOR_TEXT = ("sequence_length", "tokens", "window", "stride", "continuations")
 _FOR_IMAGES = ("mean", "std", "resize", "crop", "label")
 _FOR_PAIRS = ("classes", "template", "captions")
 _READS: Mapping[str, tuple[str, tuple[Kind, ...], tuple[str, ...]]] = {
@@ -62,7 +63,21 @@ def load_data(recipe: Recipe, info: ModelInfo) -> tuple[Samples | None, Evaluati
         texts = load_embedding_texts(wanted, samples, info.source, info.vocab_size, info.max_positions)
         return samples, texts
     text, _ = load_evaluation(wanted, samples, info.source, info.vocab_size)
+    check_continuations(wanted, len(text))
     return samples, text
+
+
+def check_continuations(spec: EvaluationSpec, tokens: int) -> None:
+    """Refuse an evaluation of more continuations than a text has prompts for.
+
+    Raises:
+        UsageError: the text has fewer tokens than they take.
+    """
+    if spec.continuations and tokens < spec.continuations * PROMPT_TOKENS:
+        raise UsageError(
+            f"evaluation: continuations: {spec.continuations} prompts of {PROMPT_TOKENS} tokens need "
+            f"{spec.continuations * PROMPT_TOKENS}, and the text has {tokens}; lower `continuations`"
+        )
 
 
 def _for_gates(recipe: Recipe, data: _T | None, what: str) -> _T | None:
@@ -112,4 +127,11 @@ def check_kind(key: str, spec: DataSource, info: ModelInfo) -> None:
     if unfit:
         raise UsageError(
             f"{key}: `{unfit[0]}` has no meaning: {info.name} is calibrated and evaluated on {reads}; remove it"
+        )
+    if isinstance(spec, EvaluationSpec) and spec.continuations and info.kind != "decoder":
+        raise UsageError(f"{key}: `continuations` has no meaning: {info.name} is not a decoder; remove it")
+    if isinstance(spec, EvaluationSpec) and spec.continuations and 0 < info.max_positions < PROMPT_TOKENS + _LEAST_NEW:
+        raise UsageError(
+            f"{key}: continuations: {info.name} has {info.max_positions} positions, and prompts take {PROMPT_TOKENS}; "
+            "leave it out"
         )

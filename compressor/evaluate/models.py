@@ -16,12 +16,13 @@ from torch import Tensor
 from compressor.capture.capture import capture
 from compressor.data.embedding_texts import Texts, load_embedding_texts
 from compressor.data.images import Images, load_evaluation_images
-from compressor.data.load import EvaluationData, check_kind
+from compressor.data.load import EvaluationData, check_continuations, check_kind
 from compressor.data.pairs import ZeroShot, no_classes, with_classes, zero_shot
 from compressor.data.sounds import Sounds, load_evaluation_sounds
 from compressor.data.text import load_evaluation, source_label
 from compressor.errors import UsageError
 from compressor.evaluate.embeddings import measure_embeddings
+from compressor.evaluate.generation.continuations import Continue, graph_continued, measure_continuations
 from compressor.evaluate.quality import (
     Classes,
     EvalResult,
@@ -84,6 +85,11 @@ class BundleProcess(Child):
         tokens: list[int] = self.ask(json.dumps({"samples": len(samples), "most": most}), samples.tobytes())
         return tokens
 
+    def continued(self, prompts: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+        """Return the likeliest next tokens of a decoder's prompts [B, S], step by step, [B, count]."""
+        header = json.dumps({"prompts": prompts.shape, "count": count})
+        return np.array(self.ask(header, prompts.astype(np.int64).tobytes()), np.int64)
+
     def classes(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return a plain module's output for its one input, or embeddings of pictures."""
         return self._received(self.ask(json.dumps(x.shape), x.astype(np.float32).tobytes()))
@@ -130,7 +136,9 @@ def bundle_quality(
         if isinstance(data, Texts):
             return measure_embeddings(process.hidden, graph_hidden(dense.graph), data, reporter)
         window, stride = evaluation_window(recipe.evaluation, info.max_positions, reporter)
-        return measure_quality(process.logits, data, window=window, stride=stride, dense=dense, reporter=reporter)
+        found = measure_quality(process.logits, data, window=window, stride=stride, dense=dense, reporter=reporter)
+        asked, most = recipe.evaluation.continuations, info.max_positions
+        return measure_continuations(found, process.continued, data, asked, most, dense=dense, reporter=reporter)
 
 
 def evaluate_path(
@@ -170,7 +178,8 @@ def evaluate_path(
                 "weight_bytes": weight_bytes(graph)
             }
         text = {"kind": info.kind, "vocab_size": info.vocab_size, "max_positions": info.max_positions}
-        measured = _evaluate(path, GraphLogits(graph), graph_hidden(graph), text, spec, dense, reporter)
+        whole = GraphLogits(graph)
+        measured = _evaluate(path, whole, graph_hidden(graph), graph_continued(whole), text, spec, dense, reporter)
         return measured | {"weight_bytes": weight_bytes(graph)}
     manifest = read_manifest(path)
     check_files(path, manifest)
@@ -188,7 +197,8 @@ def evaluate_path(
 
             measured = _evaluate_images(served, batch, known, spec, dense, reporter)
         else:
-            measured = _evaluate(path, process.logits, process.hidden, facts, spec, dense, reporter)
+            ours = process.logits, process.hidden, process.continued
+            measured = _evaluate(path, *ours, facts, spec, dense, reporter)
         return measured | {key: manifest[key] for key in SIZES}
 
 
@@ -196,6 +206,7 @@ def _evaluate(
     path: Path,
     logits: Logits,
     hidden: Hidden,
+    continued: Continue,
     facts: dict[str, Any],
     spec: EvaluationSpec,
     dense: str | None,
@@ -225,8 +236,11 @@ def _evaluate(
         reporter.note(f"evaluation: {source} has {len(tokens)} tokens, of the {spec.tokens} asked for")
     window, stride = evaluation_window(spec, positions, reporter)
     reference = None if graph is None else GraphLogits(graph)
-    found = measure_quality(logits, tokens, window=window, stride=stride, dense=reference, reporter=reporter).metrics()
-    return {"text": source, **found}
+    check_continuations(spec, len(tokens))
+    quality = measure_quality(logits, tokens, window=window, stride=stride, dense=reference, reporter=reporter)
+    asked = spec.continuations
+    result = measure_continuations(quality, continued, tokens, asked, positions, dense=reference, reporter=reporter)
+    return {"text": source, **result.metrics()}
 
 
 def _speech_facts(path: Path, facts: dict[str, Any]) -> ModelInfo:

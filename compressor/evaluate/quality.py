@@ -50,6 +50,11 @@ class EvalResult:
             model's embedding.
         word_error_rate, character_error_rate: edits that turn what a model of speech heard into what was said, over the
             words or characters of that; likewise of the dense model.
+        continuation_agreement: share of the tokens of greedy continuations in front of the first that is not the dense
+            model's, over prompts of the text.
+        repetition, dense_repetition: share of 4-grams in continuations that were in them before; likewise of the dense
+            model.
+        continuations, continuation_tokens: number of prompts, and of tokens that continue each.
         tokens, texts, images, sounds: number of scored tokens, texts, images or sounds.
         window, stride: size and stride of the sliding window, in tokens.
         intervals: of figures that are means over tokens or images, 95% confidence, as if these were independent.
@@ -67,6 +72,11 @@ class EvalResult:
     dense_word_error_rate: float | None = None
     character_error_rate: float | None = None
     dense_character_error_rate: float | None = None
+    continuation_agreement: float | None = None
+    repetition: float | None = None
+    dense_repetition: float | None = None
+    continuations: int | None = None
+    continuation_tokens: int | None = None
     texts: int | None = None
     sounds: int | None = None
     images: int | None = None

@@ -6,7 +6,8 @@ For a plain module it is the shape of its input, then the input, float32; of a m
 pictures, of four dimensions, or ids, of two, with a mask.  The answer is a line of JSON with the shape
 of the outputs, then the outputs, float32.  A model of speech is asked by ``{"source": shape, "ids": shape}`` for
 logits, with the source, float32, and ids, int64; or by ``{"samples": N, "most": M}`` for what it says, with the
-samples, float32: then the answer is a line with the tokens.
+samples, float32: then the answer is a line with the tokens.  A decoder continues prompts, int64, after
+``{"prompts": [B, S], "count": N}``: the answer is a line with the tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from compressor.evaluate.generation.greedy import continue_greedily
 from compressor.host.child import serve
 
 
@@ -34,6 +36,9 @@ def main() -> int:
         send({"threads": bundle.threads})
         for line in requests:
             shape = json.loads(line)
+            if isinstance(shape, dict) and "prompts" in shape:
+                _continue(bundle, shape, requests, send)
+                continue
             if isinstance(shape, dict):
                 _listen(bundle, shape, requests, send)
                 continue
@@ -72,6 +77,14 @@ def _listen(bundle: Any, asked: dict[str, Any], requests: BinaryIO, send: Callab
     count = ids.shape[1]
     logits = bundle.session(1, count, source).step(ids, keep=np.arange(count))
     send(logits.shape, np.ascontiguousarray(logits, np.float32).data)
+
+
+def _continue(bundle: Any, asked: dict[str, Any], requests: BinaryIO, send: Callable[..., None]) -> None:
+    """Answer a request for continuations: steps of one session, through its caches."""
+    batch, length = asked["prompts"]
+    prompts = np.frombuffer(requests.read(8 * batch * length), np.int64).reshape(batch, length)
+    session = bundle.session(batch, length + asked["count"])
+    send(continue_greedily(lambda ids: session.step(ids)[:, -1], prompts, asked["count"]).tolist())
 
 
 def _embed(bundle: Any, shape: list[int], requests: BinaryIO) -> Any:

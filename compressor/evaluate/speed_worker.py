@@ -2,6 +2,7 @@
 
 This process loads the model, reports that on stdout, and then answers requests from stdin, so that two such processes
 can take turns: ``repeat`` measures once, ``finish`` returns the figures known at the end.
+``drafts`` times texts with drafts beside plain ones.
 Answers are JSON, one per line.  The process ends when stdin does.
 """
 
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -27,16 +29,23 @@ from compressor.host.machine import peak_rss_bytes
 Step: TypeAlias = Callable[[Any], Any]
 """Ids int64 [1, S] -> the likeliest next token, int64 [1, 1]."""
 
+_DRAFTED_TEXTS = 6
 _clock = time.perf_counter
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A loaded model: facts known at loading, a function that measures once, and one that returns the final figures."""
+    """A loaded model: facts known at loading, a function that measures once, and one that returns the final figures.
+
+    Attributes:
+        drafts: kind and text file -> figures of :func:`compressor_runtime.speculation.measure.measure_drafts`; None
+            where there are no drafts.
+    """
 
     loaded: dict[str, Any]
     repeat: Callable[[], dict[str, float]]
     finish: Callable[[], dict[str, Any]]
+    drafts: Callable[[str, Path], dict[str, float]] | None = None
 
 
 def decoder_repeat(start: Callable[[int], Step], ids: NDArray[np.int64], new_tokens: int) -> dict[str, float]:
@@ -104,7 +113,14 @@ def bundle_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int
 
     if bundle.kind == "encoder":
         return Subject(loaded, lambda: encoder_repeat(bundle.encode, ids), lambda: {"peak_rss_bytes": peak_rss_bytes()})
-    return Subject(loaded, lambda: decoder_repeat(opens, ids, new_tokens), finish_decoder)
+
+    def drafts(kind: str, text: Path) -> dict[str, float]:
+        from compressor_runtime.speculation.measure import measure_drafts
+
+        read = bundle.tokenizer.encode(text.read_text(encoding="utf-8")).ids
+        return measure_drafts(bundle, kind, read, prompt_tokens, new_tokens, _DRAFTED_TEXTS)
+
+    return Subject(loaded, lambda: decoder_repeat(opens, ids, new_tokens), finish_decoder, drafts)
 
 
 def dense_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int) -> Subject:
@@ -180,6 +196,8 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("path", type=Path)
     parser.add_argument("numbers", type=int, nargs=3, help="prompt tokens, new tokens, threads (0: all)")
+    parser.add_argument("--speculate", help="kind of the drafts that `drafts` times")
+    parser.add_argument("--text", type=Path, help="text that they continue")
     options = parser.parse_args()
     make = bundle_subject if (options.path / "manifest.json").exists() else dense_subject
 
@@ -187,7 +205,10 @@ def main() -> int:
         subject = make(options.path, *options.numbers)
         send(subject.loaded)
         for request in requests:
-            send({b"repeat": subject.repeat, b"finish": subject.finish}[request.strip()]())
+            answers: dict[bytes, Callable[[], Any]] = {b"repeat": subject.repeat, b"finish": subject.finish}
+            if subject.drafts is not None:
+                answers[b"drafts"] = partial(subject.drafts, options.speculate, options.text)
+            send(answers[request.strip()]())
 
     return serve(options.path, work)
 

@@ -55,7 +55,7 @@ def run_facts(
     """Gather the facts about a run: what its passes did to the graph, and to which model."""
     info: ModelInfo = graph.meta["model"]
     return BundleFacts(
-        model=model_facts(graph),
+        model=model_facts(graph) | ({} if recipe.speculate is None else {"speculate": recipe.speculate}),
         recipe=recipe.resolved(),
         sites=[dataclasses.asdict(record) for record in context.records],
         dense_weight_bytes=dense_weight_bytes,
@@ -97,6 +97,7 @@ def model_facts(graph: GraphModule) -> dict[str, Any]:
         del facts["states"]
     else:
         facts["state_bytes"] = state_bytes(info.states)
+    del facts["speculates"]  # `entries` says it
     if info.encoder_source is None:
         del facts["encoder_source"]
     if info.pair is None:

@@ -7,14 +7,17 @@ States of recurrent layers come in as ``states``, behind the caches, and leave w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
+from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.fx.node import Argument
+from torch.utils import _pytree as pytree
 
 import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.formats.cache import CacheFormat, cache_row
@@ -31,6 +34,8 @@ _PACKED = {
     _OPS.kept_attention.default: _OPS.packed_kept_attention.default,
 }
 _INPUTS = 3  # of a decoder, before its caches: ids, position, keep
+_LISTS = 3  # results of a decoder before its states: logits, new keys, new values
+_SIZE = torch.ops.aten.sym_size.int
 
 Orders = tuple[Tensor, Tensor]
 """For keys and for values, int32 [Hkv, D]: which channel is stored at each place of a head's row."""
@@ -76,7 +81,7 @@ class AttentionLayer:
     @property
     def beyond_packed(self) -> tuple[Argument, ...]:
         """Return the arguments that attention over packed caches does not have."""
-        return self.node.args[_PACKABLE[self.node.target] :]
+        return self.node.args[_PACKABLE[cast(OpOverload, self.node.target)] :]
 
 
 def attention_layers(graph: GraphModule) -> list[AttentionLayer]:
@@ -135,9 +140,9 @@ def pack_caches(graph: GraphModule, fmt: CacheFormat, orders: Mapping[int, Order
                 results[1 + place] = packed
                 caches[place].meta["val"] = _packed(caches[place].meta["val"], fmt)
             (keys, k_order), (values, v_order) = made[layer.keys], made[layer.values]
-            given = old.args[3 : _PACKABLE[old.target]]
-            args = (old.args[0], keys, values, *given, k_order, v_order, fmt.name)
-            new = graph.graph.call_function(_PACKED[old.target], args)
+            operator = cast(OpOverload, old.target)
+            args = (old.args[0], keys, values, *old.args[3 : _PACKABLE[operator]], k_order, v_order, fmt.name)
+            new = graph.graph.call_function(_PACKED[operator], args)
         new.meta = dict(old.meta)
         old.replace_all_uses_with(new)
         graph.graph.erase_node(old)
@@ -149,3 +154,80 @@ def pack_caches(graph: GraphModule, fmt: CacheFormat, orders: Mapping[int, Order
 def _packed(value: Tensor, fmt: CacheFormat) -> Tensor:
     """Return a fake tensor of packed rows in place of one of float32 channels."""
     return value.new_empty(*value.shape[:-1], fmt.row_bytes(value.shape[-1]), dtype=torch.uint8)
+
+
+def drop_unread_caches(graph: GraphModule) -> None:
+    """Remove the inputs for keys, values and states that the logits do not depend on any more, and the outputs for new
+    ones, of a decoder or encoder-decoder; the others are counted anew.
+
+    Raises:
+        ValueError: sizes are read from caches, and none would be left.
+    """
+    info: ModelInfo = graph.meta["model"]
+    inputs, output = graph.graph.find_nodes(op="placeholder"), graph.graph.output_node()
+    results: list[Node] = list(output.args[0])  # type: ignore[arg-type]
+    caches, count = 2 * info.layers, 2 * info.layers + len(info.states)
+    live = _needed(results[0])
+    read = [any(user in live and user.target is not _SIZE for user in node.users) for node in inputs[_INPUTS:]]
+    kept = [layer for layer in range(info.layers) if read[layer] or read[layer + info.layers]]
+    states = [number for number in range(len(info.states)) if read[caches + number]]
+    places = [*kept, *(layer + info.layers for layer in kept), *(caches + number for number in states)]
+    gone = set(range(count)).difference(places)
+    if not gone:
+        return
+    output.args = (tuple(node for i, node in enumerate(results) if i - 1 not in gone),)
+    graph.graph.eliminate_dead_code()
+    for i in sorted(gone):
+        _read_sizes_elsewhere(inputs[_INPUTS + i], [inputs[_INPUTS + place] for place in places])
+        graph.graph.erase_node(inputs[_INPUTS + i])
+    for place, layer in enumerate(kept):
+        for which, name in enumerate(("k_cache", "v_cache")):
+            inputs[_INPUTS + layer + which * info.layers].target = f"{name}_{place}"
+    for place, number in enumerate(states):
+        inputs[_INPUTS + caches + number].target = f"states_{place}"
+    shapes = tuple(info.states[number] for number in states)
+    graph.meta["model"] = dataclasses.replace(info, layers=len(kept), states=shapes)
+    _drop_leaves(graph, {_INPUTS + i for i in gone}, {1 + i for i in gone}, bool(states))
+    graph.recompile()
+
+
+def _needed(result: Node) -> set[Node]:
+    found, ahead = set[Node](), [result]
+    while ahead:
+        node = ahead.pop()
+        if node not in found:
+            found.add(node)
+            ahead += node.all_input_nodes
+    return found
+
+
+def _read_sizes_elsewhere(unread: Node, others: list[Node]) -> None:
+    """Read sizes of a cache that goes, of which all have the same but heads and width, from one that stays."""
+    for user in list(unread.users):
+        if not (alike := [node for node in others if node.meta["val"].shape == unread.meta["val"].shape]):
+            raise ValueError(f"{user} reads a size of the last of the caches, {unread}")
+        user.replace_input_with(unread, alike[0])
+
+
+def _drop_leaves(graph: GraphModule, inputs: Collection[int], outputs: Collection[int], has_states: bool) -> None:
+    """Make the forward take and return lists without some places, which are counted over all lists.
+
+    Args:
+        has_states: whether any are left; if not, the argument and the result for them go as well.
+    """
+    known = cast(_PyTreeCodeGen, graph.graph._codegen).pytree_info
+    assert known.out_spec is not None
+
+    def left(value: Any, gone: Collection[int]) -> Any:
+        return [each for each in value if each not in gone] if isinstance(value, list) else value
+
+    args, options = pytree.tree_unflatten(list(range(known.in_spec.num_leaves)), known.in_spec)
+    results = pytree.tree_unflatten(list(range(known.out_spec.num_leaves)), known.out_spec)
+    given = {name: left(value, inputs) for name, value in zip(known.orig_args, args, strict=True)}
+    if not has_states:
+        given.pop("states", None)
+        results = results[:_LISTS]
+    specs = tuple(given.values()), options
+    returned = tuple(left(value, outputs) for value in results)
+    info = _PyTreeInfo(list(given), pytree.tree_structure(specs), pytree.tree_structure(returned))
+    graph.graph.set_codegen(_PyTreeCodeGen(info))

@@ -88,6 +88,7 @@ class ModelInfo:
     head_dim: int = 0
     cache_format: str = DENSE_CACHE  # of keys and values
     states: tuple[tuple[int, ...], ...] = ()  # of recurrent layers, float32, without the batch in front
+    speculates: bool = False  # a decoder's library has an entry that verifies drafted tokens
     max_positions: int = 0  # 0: no limit stated
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None

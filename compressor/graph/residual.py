@@ -68,7 +68,7 @@ def find_residuals(graph: GraphModule, refuse: Callable[[Site], str]) -> list[Re
         if node.op != "call_function" or node.target not in (_LAYER_NORM, _RMS_NORM) or node.args[0] in seen:
             continue
         members = _closure(node.args[0])
-        if not any(_is_sum(member) for member in members):
+        if not any(is_sum(member) for member in members):
             continue
         seen |= members
         ordered = [member for member in graph.graph.nodes if member in members]
@@ -89,7 +89,7 @@ def norm_parameters(norm: Node) -> tuple[Node | None, Node | None]:
 def carried(node: Node) -> list[Node]:
     """Return the inputs whose channels a node passes on: a sum's, a scaled tensor's, a permuted tensor's."""
     args: Any = node.args
-    if _is_sum(node):
+    if is_sum(node):
         return list(args[:2])
     scaled = node.target in _SCALED and len(args) == 2 and isinstance(args[1], int | float)
     picks_rows = node.target is _ATEN.index.Tensor and len(args[1]) < args[0].meta["val"].dim()
@@ -99,7 +99,8 @@ def carried(node: Node) -> list[Node]:
     return []
 
 
-def _is_sum(node: Node) -> bool:
+def is_sum(node: Node) -> bool:
+    """Return whether a node adds two tensors of as many channels."""
     if node.target is not _ATEN.add.Tensor or node.kwargs or not all(isinstance(arg, Node) for arg in node.args):
         return False
     return all(_width(arg) == _width(node) for arg in node.args)

@@ -19,6 +19,7 @@ from compressor.ops import (
     packed_cache,
     patches,
     recurrence,
+    tree_attention,
 )
 
 __all__ = [
@@ -32,4 +33,5 @@ __all__ = [
     "packed_cache",
     "patches",
     "recurrence",
+    "tree_attention",
 ]

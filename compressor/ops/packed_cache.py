@@ -58,10 +58,10 @@ def packed_attend(
     """
     fmt, width = CacheFormat.parse(format), q.shape[3]
     repeat = q.shape[1] // keys.shape[1]
-    held = [packing_cache.dequantize_cache(rows, fmt, width).to(q.dtype) for rows in (keys, values)]
+    keys, values = (packing_cache.dequantize_cache(rows, fmt, width).to(q.dtype) for rows in (keys, values))
     if k_order is not None:
         q = q.gather(3, k_order.long().repeat_interleave(repeat, dim=0)[None, :, None].expand(q.shape))
-    out = attend(q, *held, position, scale, window, softcap, sinks)
+    out = attend(q, keys, values, position, scale, window, softcap, sinks)
     if v_order is None:
         return out
     back = torch.argsort(v_order, dim=1).repeat_interleave(repeat, dim=0)

@@ -57,6 +57,8 @@ class ChannelPrune(Pass):
         ignore: patterns of linears and convolutions whose channels stay.
     """
 
+    exact_advice = "give channel_prune `allocate: uniform`"
+
     ratio: float | None = None
     parameters: float | None = None
     macs: float | None = None
@@ -91,9 +93,8 @@ class ChannelPrune(Pass):
         """True where channels are ranked by their activations."""
         return self.importance == "activation"
 
-    @property
-    def plans_widths(self) -> bool:
-        """False where the channels of all families compete."""
+    def plans_sizes(self, graph: GraphModule) -> bool:
+        """Return whether each family loses the same share: False where the channels of all of them compete."""
         return self.allocate != "global"
 
     @property

@@ -108,7 +108,7 @@ class LearnedMask(TaughtPass, Pass):
     def requires(self, graph: GraphModule, ctx: Context) -> None:
         """Refuse linears that will have zeros, and rows that are not whole groups, too."""
         super().requires(graph, ctx)
-        refuse_unfit(self.name, graph, self.chosen(graph)[0], self.scheme, self._pattern)
+        refuse_unfit(self.name, graph, self.chosen(graph)[0], self.scheme)
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """Say which linears are trained and will have zeros, and add what the start takes."""
@@ -119,7 +119,7 @@ class LearnedMask(TaughtPass, Pass):
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Train from what ALPS makes of the weights, or from Wanda's masks."""
-        refuse_unfit(self.name, graph, sites := self.chosen(graph)[0], self.scheme, self._pattern)
+        refuse_unfit(self.name, graph, sites := self.chosen(graph)[0], self.scheme)
         if not self.refit:
             return super().run(graph, ctx)
         with pruned_start(self.name, graph, ctx, sites, self._start(sites), self.held_out) as start:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from torch.fx import GraphModule
 
@@ -31,38 +30,34 @@ class PermuteChannels(Pass):
 
     Free are the inner channels of feed-forward networks, the residual stream as a whole, the values of each head of
     keys and values, and channels of convolutions.  Heads and the channels of queries and keys keep their places.
-    Outputs are compared on samples: the run ends if they differ by more than 1e-4 of their size.
+    Outputs are compared on samples, or on random inputs where the recipe has none: the run ends if they differ by more
+    than 1e-4 of their size.
 
     Attributes:
-        aim: ``scheme`` orders channels for a format: N of M weights are chosen among better neighbours (``W8A16_2:4``),
-            rows that keep the same columns share blocks (``W8A16_B16x1@50``), columns of like size share scales
-            (``W4A16_G32``).  ``sort`` puts the most important channels first.
-        scheme: format that the pass behind this one packs.
+        scheme: format that the pass behind this one packs: N of M weights are chosen among better neighbours
+            (``W8A16_2:4``), rows that keep the same columns share blocks (``W8A16_B16x1@50``), columns of like size
+            share scales (``W4A16_G32``).
         importance: ``activation`` counts a weight by its contribution to the outputs, ``|w| ** 2 * ||x|| ** 2``;
-            ``magnitude`` by its size alone.
+            ``magnitude`` by its size alone, and needs no calibration samples.
         rounds: exchanges of each cluster of channels with others that are tried at most, of each set.
         targets: class names, module names or ``re:`` patterns of the linears that the order is good for.
         ignore: patterns of linears that do not count; their channels follow those of others.
     """
 
-    aim: Literal["scheme", "sort"] = "scheme"
-    scheme: str | None = None
+    scheme: str
     importance: Importance = "activation"
     rounds: int = 256
     targets: str | tuple[str, ...] = "Linear"
     ignore: str | tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if (self.aim == "scheme") != (self.scheme is not None):
-            what = "needs the format of the pass behind it, `scheme`" if self.scheme is None else "takes no `scheme`"
-            raise UsageError(f"permute_channels: aim {self.aim} {what}")
         if not 1 <= self.rounds <= 1_000_000:
             raise UsageError(f"permute_channels: rounds {self.rounds} is not between 1 and 1,000,000")
         self._orders  # noqa: B018 (refuses a format that no order helps)
 
     @property
     def _orders(self) -> Orders:
-        return Orders(None if self.scheme is None else Format.parse(self.scheme))
+        return Orders(Format.parse(self.scheme))
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:
         """Refuse a model without such channels."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
-from compressor.errors import CompressorError, UsageError
+from compressor.errors import UsageError
 from compressor.formats.format import Format
 from compressor.graph.sites import Site
-from compressor.numerics.sparsity.n_of_m import Pattern, left_entries, pattern_of
+from compressor.numerics.sparsity.n_of_m import Pattern, pattern_of
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
-from compressor.pipeline.sites import error_context
+from compressor.pipeline.site_plan import SitePlan, plan_zeros
 from compressor.training.device import Device, DeviceName
 from compressor.training.loop import Objective
 from compressor.training.settings import Shape
@@ -21,6 +21,7 @@ from compressor.training.teacher import TaughtPass
 from compressor.training.trainable import TrainableGraph
 from compressor.training.zeros.gates import Gates, first_scores
 from compressor.training.zeros.masks import Masks
+from compressor.training.zeros.start import refuse_unfit
 
 _COPIES = 8  # of a score: itself, its gradient, two means, a step's work, its slope, its order, which is twice as wide
 
@@ -111,11 +112,19 @@ class PolarisedGates(TaughtPass, Pass):
         return found
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:
-        """Refuse rows that are not whole groups, too."""
+        """Refuse linears that will have zeros, and rows that are not whole groups, too."""
         super().requires(graph, ctx)
-        for site in self.chosen(graph)[0]:
-            with error_context(site):
-                Format.parse(self.scheme).stored_columns(site.in_features)
+        refuse_unfit(self.name, graph, self.chosen(graph)[0], self.scheme)
+
+    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
+        """Say which linears are trained, and that they will have zeros."""
+        plan_zeros(graph, {site.name: Format.parse(self.scheme) for site in self.chosen(graph)[0]})
+        return super().plan(graph, ctx)
+
+    def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
+        """Train, from Wanda's choice on; weights that came with zeros are refused."""
+        refuse_unfit(self.name, graph, self.chosen(graph)[0], self.scheme)
+        return super().run(graph, ctx)
 
     def prepare(
         self, graph: GraphModule, ctx: Context, names: Sequence[str], device: Device
@@ -126,11 +135,6 @@ class PolarisedGates(TaughtPass, Pass):
         squares = self.input_squares(graph, ctx, sites)
         for site in sites:
             weight = graph.get_parameter(site.weight_name).detach().float()
-            if left_entries(weight, self._pattern) is not None:
-                raise CompressorError(
-                    f"{self.name}: {site.name} has the zeros of {self.scheme} already, and nothing is left to be "
-                    "chosen; put the pass in front of those that prune"
-                )
             first[site.weight_name] = first_scores(weight, squares[site.weight_name], self._pattern)
         rate, options = self._settings().rate, (self.polarisation, self.gate_speed, self.train_weights)
         model.stand_in(list(first), lambda own: Gates(own, first, self._pattern, self.steps, rate, *options))

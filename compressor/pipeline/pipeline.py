@@ -33,12 +33,14 @@ class Pass(ABC):
         scheme_format: class that parses the names under an option ``scheme``.
         choosing_options: options that only choose the linears; they are not part of a finished segment's cache key.
         costly_options: switches that take memory or time, which advice for a run that does not fit turns off.
+        exact_advice: what to change so that the samples decide no sizes (:meth:`plans_sizes`), for messages.
         needs_dense: whether it compares with the graph before the first linear was packed, ``Context.dense``.
     """
 
     scheme_format: ClassVar[Any] = Format
     choosing_options: ClassVar[tuple[str, ...]] = ("targets", "ignore")
     costly_options: ClassVar[tuple[str, ...]] = ()
+    exact_advice: ClassVar[str] = "choose options that leave all layers alike"
     needs_dense: ClassVar[bool] = False
 
     @abstractmethod
@@ -67,9 +69,14 @@ class Pass(ABC):
         """
         return False
 
-    @property
-    def plans_widths(self) -> bool:
-        """True if :meth:`plan` leaves each layer as wide as :meth:`run` will."""
+    def sample_runs(self, graph: GraphModule) -> float:
+        """Return how many times :meth:`run` takes all samples through a graph, where :attr:`runs_samples` is true."""
+        return 1.0
+
+    def plans_sizes(self, graph: GraphModule) -> bool:
+        """Return whether :meth:`plan` leaves each layer of a graph, and as wide, as :meth:`run` will, whatever the
+        samples.
+        """
         return True
 
     @property

@@ -60,12 +60,12 @@ def _plan(planned: PlannedPasses, recipe: Recipe) -> PlannedCheckpoint:
     if after < 1:
         raise UsageError("no pass leaves another dense model: put those that prune before those that pack weights")
     last, is_program = recipe_name(recipe.passes[after - 1]), is_program_file(Path(recipe.checkpoint or ""))
-    for step in recipe.passes[:after]:
-        if not is_program and not step.plans_widths:
+    for step, planned_pass in zip(recipe.passes[:after], planned.passes, strict=False):
+        if not is_program and not planned_pass.is_exact:
             name = recipe_name(step)
             raise UsageError(
-                f"bundle only: {name} decides the width of each layer as it runs, and config.json has one number for "
-                f"all of them: give {name} `allocate: uniform`, or leave `checkpoint` out"
+                f"bundle only: {name} decides as it runs which layers stay or how wide each is, they differ, and "
+                f"config.json is written for what is known before: {step.exact_advice}, or leave `checkpoint` out"
             )
     graph = graphs[after]
     form = plan_program(graph) if is_program else plan_folder(graph, recipe.trust_remote_code)

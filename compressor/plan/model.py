@@ -28,6 +28,8 @@ class PassPlan:
         runs_samples: it takes the calibration samples through the whole graph, beside what the sites' plans say.
         notes: what it has to say beside the sites.
         training: runs of the graph that it takes, if it trains.
+        sample_runs: how many times it takes them, where it does.
+        is_exact: the samples decide nothing that bytes depend on.
     """
 
     index: int
@@ -38,6 +40,8 @@ class PassPlan:
     runs_samples: bool = False
     notes: tuple[str, ...] = ()
     training: TrainingNeeds | None = None
+    sample_runs: float = 1.0
+    is_exact: bool = True
 
 
 @dataclass(frozen=True)

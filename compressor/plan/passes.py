@@ -6,6 +6,7 @@ the graph that it will meet.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch.fx import GraphModule
 from compressor.codegen.lowering.experts.stack import as_lowered
 from compressor.errors import CaptureError, RecipeError, UsageError
 from compressor.formats.format import Format
+from compressor.graph.kinds.token_trees import why_no_trees
 from compressor.graph.model import ModelInfo, clone_graph, weight_bytes
 from compressor.graph.rewrite import set_parameter
 from compressor.pipeline.context import Context
@@ -47,6 +49,24 @@ class PlannedPasses:
     passes: tuple[PassPlan, ...]
     before: tuple[GraphModule, ...]
     final: GraphModule
+
+
+def mark_entries(graph: GraphModule, recipe: Recipe) -> None:
+    """State in the facts about a captured model whether its library is to verify drafted tokens.
+
+    Raises:
+        RecipeError: this model's tokens cannot be verified, or the target has no kernels for that; it names the
+            recipe's line.
+    """
+    if recipe.speculate is None:
+        return
+    if not getattr(recipe.target.build(), "verifies", False):
+        raise recipe.problem(
+            ("speculate",), f"the target {recipe.target.name} has no kernels that verify drafted tokens; leave it out"
+        )
+    if reason := why_no_trees(graph):
+        raise recipe.problem(("speculate",), f"{graph.meta['model'].name}: {reason}; leave it out")
+    graph.meta["model"] = dataclasses.replace(graph.meta["model"], speculates=True)
 
 
 def plan_passes(graph: GraphModule, recipe: Recipe, backend: Backend) -> PlannedPasses:
@@ -101,14 +121,23 @@ def _plan_pass(index: int, step: Pass, graph: GraphModule, context: Context, rec
     """Ask one pass, which rewrites the graph without weights."""
     name, said = PASSES.name_of(step), len(context.notes)
     step.requires(graph, context)
+    runs, is_exact = step.sample_runs(graph), step.plans_sizes(graph)
     planned = step.plan(graph, context)
     sites = tuple(planned or ())
     if recipe.calibration is None and (step.runs_samples or step.training or any(site.needs for site in sites)):
         scales = next((s.format for s in sites if s.format and Format.parse(s.format).has_input_scale), "")
         context.calibration(name, scales and f"stored scales of {scales}")  # raises, as in the run
-    notes = tuple(context.notes[said:])
     return PassPlan(
-        index, name, sites, weight_bytes(graph), planned is not None, step.runs_samples, notes, step.training
+        index=index,
+        name=name,
+        sites=sites,
+        weight_bytes=weight_bytes(graph),
+        cost_known=planned is not None,
+        runs_samples=step.runs_samples,
+        notes=tuple(context.notes[said:]),
+        training=step.training,
+        sample_runs=runs,
+        is_exact=is_exact,
     )
 
 

@@ -24,7 +24,7 @@ from compressor.plan.checkpoint import PlannedCheckpoint, plan_checkpoint
 from compressor.plan.durations import estimate, slower_prompts
 from compressor.plan.memory import needed, peak
 from compressor.plan.model import Plan
-from compressor.plan.passes import PlannedPasses, plan_passes
+from compressor.plan.passes import PlannedPasses, mark_entries, plan_passes
 from compressor.plan.prices import Prices, machine_prices
 from compressor.plan.roofline import rooflines
 from compressor.plan.stages import Costs, run_costs
@@ -60,6 +60,7 @@ def make_plan(
     source = recipe.model_source() if model is None else model
     recipe.check_texts()
     graph = capture(source, trust_remote_code=recipe.trust_remote_code, weights=False)
+    mark_entries(graph, recipe)
     backend = make_backend(recipe.target.build())
     planned = plan_passes(graph, recipe, backend)  # first, as the model's positions limit what is advised
     checkpoint = plan_checkpoint(planned, recipe, source)
@@ -171,7 +172,7 @@ def check_plan(plan: Plan, gates: Sequence[Gate] = ()) -> None:
 
 
 def _check_gates(plan: Plan, gates: Sequence[Gate]) -> None:
-    if not all(step.cost_known for step in plan.passes):
+    if not all(step.cost_known and step.is_exact for step in plan.passes):
         return
     for gate in gates:
         figure = plan.weight_bytes / (plan.dense_weight_bytes if gate.relative else 1)

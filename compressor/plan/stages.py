@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node
 
+from compressor.evaluate.generation.continuations import NEW_TOKENS, TOGETHER
 from compressor.graph.costs import NodeCost, eager_work, node_costs
 from compressor.graph.kinds.encoder_decoder import encoder_nodes
 from compressor.graph.model import ModelInfo, state_bytes, weight_bytes
@@ -50,11 +51,20 @@ _SPOKEN_TOKENS, _SOUNDS = 48, 128  # of a sound that is not looked at for a plan
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How quality will be measured: so many windows of so many tokens, of each of which so many are scored."""
+    """How quality will be measured: so many windows of so many tokens, of each of which so many are scored.
+
+    So many prompts are continued by single steps, as well.
+    """
 
     windows: int
     window: int
     scored: int
+    continuations: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Return how many steps all continuations take, of :data:`TOGETHER` sequences at most."""
+        return NEW_TOKENS * -(-self.continuations // TOGETHER)
 
 
 @dataclass(frozen=True)
@@ -118,6 +128,11 @@ class Costs:
         if self.evaluation is not None:
             prompt = bundle_seconds(bounds[0], calls) * self.evaluation.window / bounds[0].tokens
             seconds["evaluate"] = child + prices.cost(self.work["evaluate"]) + self.evaluation.windows * prompt
+            if steps := self.evaluation.steps:
+                # Of several sequences it takes as long as of one, or as a prompt of as many tokens.
+                rows = min(self.evaluation.continuations, TOGETHER)
+                first, one = (bundle_seconds(bound, calls) for bound in bounds[:2])
+                seconds["evaluate"] += steps * max(one, first * rows / bounds[0].tokens)
         if info.generates and not info.hears:
             prompt_tokens = bounds[0].tokens
             once = set(encoder_nodes(graph))
@@ -149,6 +164,10 @@ def run_costs(graph: GraphModule, planned: PlannedPasses, recipe: Recipe, backen
     if evaluation is not None and forward is not None:
         scoring = Counter(scoring_work(evaluation.windows * evaluation.scored, info.vocab_size))
         work["evaluate"] = Counter(forward.work) + scoring
+        if evaluation.steps:
+            step_costs = node_costs(graph, min(evaluation.continuations, TOGETHER), 1, NEW_TOKENS, rows=1).values()
+            amounts = eager_work(step_costs).items()
+            work["evaluate"] = Counter(work["evaluate"]) + Counter({unit: evaluation.steps * x for unit, x in amounts})
     passes, again = _pass_work(planned.passes, learning)
     hidden = [one.hidden_bytes for one in (*learning, forward) if one is not None]
     sites = [site for step in planned.passes for site in step.sites]
@@ -234,7 +253,10 @@ def _streaming(step: PassPlan, graph: GraphModule, recipe: Recipe) -> Streaming 
         found.append(plan_calibration(graph, step.sites, spec.samples, length))
     if step.training is not None:
         found.append(plan_training(graph, step.training, step.sites, length))
-    return reduce(one_after_another, found) if found else plan_forward(graph, spec.samples, length)
+    if found:
+        return reduce(one_after_another, found)
+    forward = plan_forward(graph, spec.samples, length)
+    return replace(forward, work={unit: step.sample_runs * amount for unit, amount in forward.work.items()})
 
 
 def _evaluation(recipe: Recipe, info: ModelInfo) -> Evaluation | None:
@@ -252,7 +274,7 @@ def _evaluation(recipe: Recipe, info: ModelInfo) -> Evaluation | None:
     if info.kind == "encoder":  # texts are shorter than the window, and padded to one another's length
         return Evaluation(-(-tokens // window), min(window, tokens), 0)
     windows = 1 + max(0, -(-(tokens - 1 - window) // stride))
-    return Evaluation(windows, min(window, tokens), stride)
+    return Evaluation(windows, min(window, tokens), stride, (spec.continuations or 0) if info.kind == "decoder" else 0)
 
 
 def _text_tokens(recipe: Recipe, info: ModelInfo, evaluation: Evaluation | None) -> int:

@@ -23,6 +23,8 @@ from compressor.errors import RecipeError
 from compressor.host.resources import resource
 from compressor.recipe.sources import SOURCE_KEYS, is_file
 
+PROMPT_TOKENS = 32
+"""Of each prompt that a decoder continues where its continuations are evaluated."""
 Kind = Literal["text", "json", "parquet", "hub", "images", "audio"]
 
 
@@ -40,7 +42,7 @@ _FITTING: Mapping[str, tuple[Kind | None, ...]] = {
     "label": ("parquet", "hub"),
     **dict.fromkeys(("classes", "template", "captions"), ("images", "parquet", "hub", None)),
     "limit": ("images", "audio", "parquet", "hub", None),
-    **dict.fromkeys(("sequence_length", "tokens", "window", "stride"), (*_TEXTS, None)),
+    **dict.fromkeys(("sequence_length", "tokens", "window", "stride", "continuations"), (*_TEXTS, None)),
 }
 """Keys that apply to some sources only; None stands for an evaluation without its own source."""
 Names = Annotated[tuple[StrictStr, ...], BeforeValidator(_listed), Field(min_length=1)]
@@ -233,13 +235,15 @@ class EvaluationSpec(DataSource):
     """Evaluation data: ``limit`` images or sounds, or ``tokens`` tokens in windows of ``window``, ``stride`` apart.
 
     Without a source, the part of the calibration data that was not sampled is used.  The first ``window - stride``
-    tokens of every window but the first are context only.  The default stride is half a window.
+    tokens of every window but the first are context only.  The default stride is half a window.  A decoder continues
+    ``continuations`` prompts of 32 tokens; None asks for none.
     """
 
     limit: StrictInt | None = Field(default=None, ge=1)
     tokens: StrictInt = Field(default=16384, ge=2, le=1_000_000_000)
     window: StrictInt = Field(default=512, ge=2, le=1_048_576)
     stride: StrictInt = Field(default=256, ge=1, le=1_048_576)
+    continuations: StrictInt | None = Field(default=None, ge=1, le=10_000)
 
     @model_validator(mode="before")
     @classmethod
@@ -254,6 +258,11 @@ class EvaluationSpec(DataSource):
     def _stride_within_window(self) -> EvaluationSpec:
         if self.stride > self.window:
             raise ValueError(f"stride {self.stride} is larger than the window, {self.window}; tokens would be left out")
+        if self.continuations is not None and self.tokens < self.continuations * PROMPT_TOKENS:
+            raise ValueError(
+                f"continuations {self.continuations}: prompts of {PROMPT_TOKENS} tokens need "
+                f"{self.continuations * PROMPT_TOKENS} tokens, and `tokens` is {self.tokens}"
+            )
         return self
 
     @classmethod

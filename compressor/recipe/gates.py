@@ -55,6 +55,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "perplexity_increase": Metric(_PERCENT, text=True, kinds=_DECODERS),
         "kl_divergence": Metric(_PLAIN, text=True, kinds=_DECODERS + _MODULES),
         "top1_agreement": Metric(_FRACTION, text=True, kinds=_DECODERS + _MODULES, most=1),
+        "continuation_agreement": Metric(_FRACTION, text=True, kinds=("decoder",), most=1),
+        "repetition": Metric(_FRACTION, dense=True, text=True, kinds=("decoder",), most=1),
         "accuracy": Metric(_FRACTION, dense=True, text=True, kinds=_MODULES, most=1),
         "accuracy_drop": Metric(_PERCENT, text=True, kinds=_MODULES, most=1),
         "embedding_cosine": Metric(_FRACTION, text=True, kinds=_ENCODERS, most=1),
@@ -90,6 +92,9 @@ def is_measured(metric: str, kind: str, hears: bool) -> bool:
 
 QUALITY = frozenset(name for name, metric in METRICS.items() if metric.text)
 """Metrics that need text, images or sound to evaluate on."""
+
+CONTINUED = ("continuation_agreement", "repetition")
+"""Metrics of continuations, which an evaluation has to ask for."""
 
 _DENSE = "x dense"
 _OPERATORS: Mapping[str, Callable[[float, float], bool]] = MappingProxyType(

@@ -7,12 +7,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from pydantic import Field, PrivateAttr, StrictBool, StrictInt, StrictStr, ValidationError, model_validator
+from pydantic import (
+    Field,
+    PrivateAttr,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from compressor.errors import RecipeError
 from compressor.host.resources import nearest_shipped_model, resource
 from compressor.recipe.data_spec import DataSource, EvaluationSpec, Section, TextSpec
-from compressor.recipe.gates import QUALITY, Gate
+from compressor.recipe.gates import CONTINUED, QUALITY, Gate
 from compressor.recipe.located_yaml import DEEPEST, KeyPath, Origin, Source, nearest
 from compressor.recipe.options import TargetSpec, build_passes, build_target, options_of, recipe_name
 from compressor.recipe.overrides import apply_override, set_value
@@ -30,6 +39,8 @@ from compressor.recipe.sources import (
 
 __all__ = ["DataSource", "EvaluationSpec", "Gate", "Recipe", "TargetSpec", "TextSpec", "load_recipe", "load_text_spec"]
 
+SPECULATIONS = ("lookup", "recycle", "auto")
+"""Kinds of drafts, those of the run-time (`compressor_runtime.manifest`), which is not imported for them."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
@@ -45,6 +56,8 @@ class Recipe(Section):
         passes: the passes, in order: frozen dataclasses that satisfy :class:`compressor.pipeline.pipeline.Pass`.
         target: the target to generate code for.
         tune: how long to search for fast kernels.
+        speculate: how a decoder's bundle drafts tokens that it verifies several at a time: ``lookup``, ``recycle`` or
+            ``auto``; None makes no entry that verifies.
         gates: conditions that the result must meet.
         output: folder of the bundle, relative to the current folder.
         checkpoint: folder (Hugging Face) or ``.pt2`` file (torch.export) for the model before the first pass that packs
@@ -59,12 +72,20 @@ class Recipe(Section):
     passes: tuple[Any, ...]
     target: TargetSpec = TargetSpec("x86")
     tune: Literal["off", "quick", "full"] = "quick"
+    speculate: StrictStr | None = None
     gates: tuple[Gate, ...] = ()
     output: StrictStr | None = Field(default=None, min_length=1)
     checkpoint: StrictStr | None = Field(default=None, min_length=1)
     seed: StrictInt = Field(default=0, ge=0, lt=2**63)
 
     _source: Source = PrivateAttr(default_factory=lambda: Source({}))
+
+    @field_validator("speculate")
+    @classmethod
+    def _known_drafts(cls, kind: str | None) -> str | None:
+        if kind is not None and kind not in SPECULATIONS:
+            raise ValueError(f"unknown kind of drafts {kind!r:.80}; {nearest(kind, SPECULATIONS)}")
+        return kind
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
@@ -75,6 +96,9 @@ class Recipe(Section):
             for gate in self.gates:
                 if gate.metric in QUALITY:
                     raise ValueError(f"gates.{gate.metric}: there is no text to measure it on; add `evaluation:`")
+        for gate in self.gates:
+            if gate.metric in CONTINUED and self.evaluation.continuations is None:
+                raise ValueError(f"gates.{gate.metric}: is not measured; add `continuations: 32` to `evaluation`")
         return self
 
     @classmethod

@@ -22,7 +22,7 @@ from compressor.pipeline.context import Context
 from compressor.pipeline.segment_cache import SegmentCache
 from compressor.plan.checkpoint import PlannedCheckpoint, plan_checkpoint
 from compressor.plan.model import Plan
-from compressor.plan.passes import PlannedPasses, plan_passes
+from compressor.plan.passes import PlannedPasses, mark_entries, plan_passes
 from compressor.plan.plan import check_plan, plan_graph
 from compressor.plan.prices import machine_prices
 from compressor.recipe.recipe import Recipe
@@ -111,6 +111,7 @@ def prepare(
     lock = _first_lock(recipe, target, source, locked)
     with clock.stage("capture"):
         graph = capture(source, example, dynamic_shapes=dynamic_shapes, trust_remote_code=recipe.trust_remote_code)
+        mark_entries(graph, recipe)
         dense = clone_graph(graph)
         state = _origin(graph, recipe, lock.facts.get("gpu"))
     info: ModelInfo = graph.meta["model"]

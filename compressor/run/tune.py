@@ -14,7 +14,7 @@ from compressor.codegen.tuning import Database
 from compressor.errors import UsageError
 from compressor.export.batch import BATCH, Batch, exported, finish_batch, writing_batch
 from compressor.host.cache import merge_entries
-from compressor.plan.passes import plan_passes
+from compressor.plan.passes import mark_entries, plan_passes
 from compressor.progress import Reporter
 from compressor.recipe.recipe import Recipe
 
@@ -46,6 +46,7 @@ def export_batch(recipe: Recipe, folder: Path, reporter: Reporter) -> Batch:
     with writing_batch(folder) as partial:
         with reporter.task("capture", 1):
             graph = capture(recipe.model_source(), trust_remote_code=recipe.trust_remote_code, weights=False)
+            mark_entries(graph, recipe)
             planned = plan_passes(graph, recipe, make_backend(target))
         with reporter.task("collect", 1):
             wanted = collect(planned.final, target.tvm_target(isa), gpu_kernels(isa))

@@ -24,6 +24,7 @@ from compressor.codegen.web.lower import WebProgram, compile_program, compile_wa
 from compressor.codegen.web.session import Engine, WebBundle
 from compressor.codegen.web.simd128 import SIMD128
 from compressor.errors import UsageError
+from compressor.evaluate.generation.greedy import continue_greedily
 from compressor.export.vectors import make_vectors
 from compressor.export.web import SHIPPED, WebParts, write_web
 from compressor.graph.model import ModelInfo, weight_bytes
@@ -192,6 +193,12 @@ class WebProcess:
         source = [ids] if self._bundle.reads_source else []
         with closing(self._bundle.session(*ids.shape, *source)) as session:
             return session.step(ids, np.arange(ids.shape[1]))
+
+    def continued(self, prompts: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+        """Return the likeliest next tokens of a decoder's prompts [B, S], step by step, [B, count]."""
+        batch, length = prompts.shape
+        with closing(self._bundle.session(batch, length + count)) as session:
+            return continue_greedily(lambda ids: session.step(ids)[:, -1], prompts, count)
 
     def hidden(self, ids: NDArray[np.int64], mask: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return an encoder's last hidden state [B, S, H] for ids and mask [B, S]."""

@@ -17,6 +17,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from compressor_runtime.generation import checked_sampler
+from compressor_runtime.speculation.counts import Speculation as Counts
+from compressor_runtime.speculation.drafts import Drafts
+from compressor_runtime.speculation.engine import Engine, Text
+from compressor_runtime.speculation.measure import measure_drafts
+from compressor_runtime.speculation.pace import Always
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -44,13 +50,15 @@ from compressor.host.resources import resource
 from compressor.numerics.nearest import rtn_quantize
 from compressor.passes.activation_sparse import ActivationSparse
 from compressor.passes.channel_prune import ChannelPrune
+from compressor.passes.distill import Distill
 from compressor.passes.embedding import Embedding
 from compressor.passes.ffn_prune import FfnPrune
 from compressor.passes.head_prune import HeadPrune
 from compressor.passes.rtn import Rtn
+from compressor.passes.skip_layers import SkipLayers
 from compressor.pipeline.context import Context
 from compressor.recipe.data_spec import DataSource, EvaluationSpec
-from compressor.recipe.recipe import Recipe, load_recipe
+from compressor.recipe.recipe import SPECULATIONS, Recipe, load_recipe
 from compressor.registry import PASSES
 from compressor.run.job import run_recipe
 from compressor.run.outcome import Outcome
@@ -98,10 +106,12 @@ PROMPT = "Return the "
 FIVE_BLOCKS = {  # the other recipes for the shipped model take its first two blocks
     FULL,
     "abq_bip2a8_x86",  # the attention of one block in 2 bits costs a model of two more than 5% of its perplexity
+    "skip_layers_x86",  # of two blocks, the first and the last stay
     "rotation_w4a8_g64_x86",  # stores vectors that no format counts: 2% of two blocks' bytes
 }
-REMOVE = (ChannelPrune, FfnPrune, HeadPrune)
-"""Passes that make linears smaller, and leave them dense."""
+REMOVE = (ChannelPrune, FfnPrune, HeadPrune, SkipLayers)
+"""Passes that make linears smaller or fewer, and leave them dense."""
+DRAFTS = "speculate_lookup_x86"  # integer sums everywhere: verified rows have the bits of steps
 SAVES = "ffn_prune_w4a16_x86"
 """The recipe that is run with a checkpoint as well."""
 
@@ -109,6 +119,7 @@ LOSES = {
     "ffn_prune_w4a16_x86": (0.3, 0.7),
     "head_prune_w4a16_x86": (0.6, 0.6),
     "channel_prune_w4a16_x86": (0.3, 0.7),
+    "skip_layers_x86": (1.0, 0.4),  # with hardly any training, see `load_for_test`
     "sparsegpt_w8a16_x86": (0.6, 0.6),
     "sparsegpt_w8a16_2of4_x86": (0.6, 0.6),
 }
@@ -143,13 +154,13 @@ def packs(step: Any) -> bool:
 
 def leaves_dense(step: Any) -> bool:
     """Return whether a pass records linears that stay dense."""
-    return isinstance(step, REMOVE) or not getattr(step, "pack", True)
+    return isinstance(step, (*REMOVE, Distill)) or not getattr(step, "pack", True)
 
 
 def is_whole(name: str) -> bool:
     """Whether all linears are compressed: also where the first pass changes weights that a later one is to pack."""
     steps = load_recipe(name).passes
-    return name == FULL or not packs(steps[0]) or any(isinstance(step, ActivationSparse) for step in steps)
+    return name in (FULL, DRAFTS) or not packs(steps[0]) or any(isinstance(step, ActivationSparse) for step in steps)
 
 
 @functools.cache
@@ -193,6 +204,8 @@ def load_for_test(name: str, short_reference: Path) -> Recipe:
         recipe = load_recipe(name, overrides)
     if recipe.calibration is not None:
         overrides.append("calibration.samples=4")
+    if any(isinstance(step, Distill) for step in recipe.passes):
+        overrides += ["passes.distill.steps=2", "passes.distill.batch=2"]
     for step in () if is_whole(name) else filter(packs, recipe.passes):
         first = ", ".join(site.name for site in linear_sites(captured(recipe.model_source()))[:4])
         key = f"passes.{PASSES.name_of(step)}"
@@ -243,6 +256,40 @@ def run(
     return get
 
 
+def test_drafts_give_the_text_of_plain_steps(run: Callable[[str], Run]) -> None:
+    result = run(DRAFTS)
+    assert result.manifest["model"]["speculate"] == result.manifest["recipe"]["speculate"] == "lookup"
+    bundle = load(result.bundle, threads=1)
+    prompt = "for key in sorted(counts):\n    print(key)\nfor key in sorted(counts):\n"
+    greedy, sampled = {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9, "seed": 3}
+    assert bundle.generate(prompt, max_tokens=4).speculation.kind == "lookup"
+    bundle._drafts.pace = Always()  # drafts hardly pay on so small a model
+    for options in (greedy, sampled):
+        wanted = "".join(bundle.generate(prompt, max_tokens=60, speculate="off", **options))
+        for kind in SPECULATIONS:
+            found = bundle.generate(prompt, max_tokens=60, speculate=kind, **options)
+            assert "".join(found) == wanted and found.new_tokens == 60
+            assert found.speculation.accepted > 3 and found.speculation.tokens_per_verification > 1.05
+    ids = bundle.tokenizer.encode(prompt).ids
+    measured = measure_drafts(bundle, "lookup", ids * 2, 2 * len(ids), 12, 1)
+    assert measured["verify_16_steps"] > measured["verify_1_steps"] > 0 and 0 < measured["acceptance"] <= 1
+    assert 0.2 < measured["speedup"] / measured["predicted_speedup"] < 5
+    prompts = [ids[start : start + 20] for start in range(4)]
+    session, drafts, counts = bundle.session(4), Drafts(bundle.model["vocab_size"], Always()), Counts("auto")
+    texts = [
+        Text(slot, [*own], drafts.start("auto"), checked_sampler(0.7, 0, 0.9, slot), {}, 20 + slot)
+        for slot, own in enumerate(prompts)
+    ]
+    for text, logits in zip(texts, session.step(prompts), strict=True):
+        text.choose(logits[-1])
+    assert list(Engine(session, drafts.pace, drafts.acceptance, counts).rounds(texts)) and counts.accepted > 3
+    for text, own in zip(texts, prompts, strict=True):
+        alone = bundle.generate_ids(
+            own, max_tokens=20 + text.slot, temperature=0.7, top_p=0.9, seed=text.slot, speculate="off"
+        )
+        assert text.tokens[20:] == list(alone)
+
+
 def test_a_smaller_model_is_saved_for_transformers_too(run: Callable[[str], Run]) -> None:
     """Its logits are those of the graph between the two passes, and its tokens those of the bundle's tokenizer."""
     result = run(SAVES)
@@ -266,7 +313,9 @@ def test_every_shipped_recipe_runs(name: str, run: Callable[[str], Run]) -> None
     metrics, sites = result.outcome.metrics, result.outcome.sites
     *_, step = filter(packs, result.recipe.passes)
     dense = captured(result.recipe.model_source())
-    everything, tables = linear_sites(dense), [table.site.name for table in embedding_tables(dense)]
+    gone = {site["site"] for site in sites if not site["bytes_after"]}
+    everything = [site for site in linear_sites(dense) if site.name not in gone]
+    tables = [table.site.name for table in embedding_tables(dense)]
     assert [site["site"] for site in sites if site["pass_name"] == "embedding"] == tables
     packed = [site for site in sites if site["format"]]
     assert {site["pass_name"] for site in sites if not site["format"]} == {
@@ -286,8 +335,11 @@ def test_every_shipped_recipe_runs(name: str, run: Callable[[str], Run]) -> None
     info: ModelInfo = result.graph.meta["model"]
     if info.kind == "decoder":
         smaller = metrics["cache_bytes_per_token"] < metrics["dense_cache_bytes_per_token"]
-        fewer_heads = any(isinstance(step, HeadPrune) for step in result.recipe.passes)
-        assert smaller == (info.cache_format != DENSE_CACHE or fewer_heads)
+        fewer = any(isinstance(step, HeadPrune | SkipLayers) for step in result.recipe.passes)
+        assert smaller == (info.cache_format != DENSE_CACHE or fewer)
+        asked = result.recipe.evaluation.continuations
+        assert metrics.get("continuations") == asked
+        assert asked is None or 0 <= metrics["continuation_agreement"] < 1 > metrics["repetition"] >= 0
         most, least = LOSES.get(name, (0.05, 0.8))
         assert -0.05 < metrics["perplexity_increase"] < most  # a model of two blocks may gain by zeros
         assert least < metrics["top1_agreement"] <= 1
@@ -322,6 +374,9 @@ def test_weight_bytes_are_the_formats_arithmetic(name: str, run: Callable[[str],
     formats = {site["site"]: Format.parse(site["format"]) for site in result.outcome.sites if site["format"]}
     graph = clone_graph(captured(result.recipe.model_source()))
     for step in result.recipe.passes:
+        if isinstance(step, SkipLayers):  # which goes is measured
+            gone = {site["site"].split(".")[2] for site in result.outcome.sites if not site["bytes_after"]}
+            step = dataclasses.replace(step, remove=None, layers=tuple(gone))
         if isinstance(step, REMOVE):
             step.plan(graph, Context())  # which makes the linears as small as they have to be
     dense = dict(graph.named_parameters())

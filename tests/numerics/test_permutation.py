@@ -11,7 +11,7 @@ import torch
 
 from compressor.formats.extras import ColumnBlocks, KeptOfGroup
 from compressor.numerics.channels.exchanges import exchange, rounds_of
-from compressor.numerics.channels.permutation import Goal, KeptBlocks, KeptOfGroups, Piece, Sorted
+from compressor.numerics.channels.permutation import Goal, KeptBlocks, KeptOfGroups, Piece
 from compressor.numerics.channels.shared_scales import SharedScales
 from compressor.numerics.sparsity.block_sparsity import best_blocks, block_mask, of_tiles
 from compressor.numerics.sparsity.n_of_m import largest_of_groups
@@ -109,12 +109,6 @@ def test_values_are_what_the_passes_keep() -> None:
     expected = float(W[:, order][block_mask(kept, 64, 48)].double().sum())
     blocks = W.view(2, 32, 48).sum(1).t().contiguous()
     assert KeptBlocks().value(Piece(blocks, torch.ones(48), 4, 0.5, True), order) == pytest.approx(expected, rel=1e-6)
-
-
-def test_the_first_channels_are_the_most_important_ones() -> None:
-    piece = random_piece(12, 1, 0)
-    held = piece.values.sum(1)
-    assert Sorted().search([piece], 1).tolist() == held.argsort(descending=True).tolist()
 
 
 @pytest.mark.parametrize("count", [2, 5, 8])

@@ -31,6 +31,7 @@ from compressor.pipeline.observers import VerifyStages
 from compressor.pipeline.pipeline import Pipeline
 from compressor.pipeline.segment_cache import SegmentCache
 from compressor.pipeline.structured import permutations
+from compressor.pipeline.structured.orders import Orders
 
 TWO_OF_FOUR = "W8A16_2:4"
 
@@ -55,6 +56,11 @@ def kept_of_all(graph: GraphModule, fmt: Format) -> float:
             mask = block_mask(largest_blocks(W, None, fmt.stored_columns(W.shape[1])), *W.shape)
         kept += float(W.double().square()[mask].sum())
     return kept
+
+
+def forgets_a_place(graph: GraphModule, family: Any, order: Tensor) -> None:
+    (name, _), *_ = family.places
+    permute(graph, type(family)({p: e for p, e in family.places.items() if p[0] != name}, ""), order)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen 3", "GPT-2", "BERT", *pruned_models.IMAGES])
@@ -92,7 +98,6 @@ def test_free_are_the_stream_inner_channels_and_values(name: str, sets: dict[str
     ("Llama", PermuteChannels(scheme="W8A16_B16x1@50", importance="magnitude", ignore="lm_head")),
     ("Llama", PermuteChannels(scheme="W8A8_STATIC_B32x4@50", ignore="lm_head")),
     ("Llama", PermuteChannels(scheme="W4A16_ASYM_G8", ignore="lm_head")),
-    ("Llama", PermuteChannels("sort", ignore="lm_head")),
     ("GPT-2", PermuteChannels(scheme="W8A16_4:8", importance="magnitude", ignore="lm_head", rounds=8)),
     ("ResNet", PermuteChannels(scheme="W8A16_1:4", targets="re:.*")),
     ("MobileNet", PermuteChannels(scheme=TWO_OF_FOUR, importance="magnitude", targets="re:.*")),
@@ -167,13 +172,30 @@ def test_ignored_linears_do_not_count() -> None:
     ]
 
 
-def test_sorted_channels_fall_in_importance() -> None:
-    """Against the definition, of inner channels: squares of the columns times those of the inputs."""
-    name, site = "Llama", "model.layers.0.mlp.down_proj"
-    step = PermuteChannels("sort", importance="magnitude", targets="down_proj")
-    graph = step.run(pruned_models.captured(name), Context(samples=pruned_models.samples_of(name)))
-    held = weights_of(graph)[site].double().square().sum(0)
-    assert torch.equal(held.sort(descending=True).values, held)
+@pytest.mark.parametrize("name", ["Llama", "BERT", "ResNet"])
+def test_magnitudes_need_no_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order is that with samples, and outputs are compared all the same."""
+    step = PermuteChannels(TWO_OF_FOUR, importance="magnitude", rounds=4, targets="re:.*")
+    found = [
+        weights_of(step.run(pruned_models.captured(name), Context(samples=samples)))
+        for samples in (pruned_models.samples_of(name), None)
+    ]
+    assert all(torch.equal(weight, found[1][site]) for site, weight in found[0].items())
+    assert any(not torch.equal(w, found[1][site]) for site, w in weights_of(pruned_models.captured(name)).items())
+    monkeypatch.setattr(permutations, "permute", forgets_a_place)
+    with pytest.raises(CompressorError, match=r"permute_channels: outputs differ by .* of their size"):
+        step.run(pruned_models.captured(name), Context())
+
+
+def test_features_are_those_of_the_pieces() -> None:
+    """The sizes of linears tell what the weights have."""
+    graph = pruned_models.captured("Llama")
+    for scheme in (TWO_OF_FOUR, "W8A16_B16x1@50", "W8A8_STATIC_B32x4@50", "W4A16_ASYM_G8"):
+        orders = Orders(Format.parse(scheme))
+        for one in orders.find(graph, "Linear", "lm_head"):
+            for family in one.free.families:
+                pieces = orders.pieces(graph, one, family, None)
+                assert sum(piece.values.shape[1] for piece in pieces) == orders.features(one, family) > 0
 
 
 def test_a_run_goes_on_with_the_orders_that_were_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,18 +209,14 @@ def test_a_run_goes_on_with_the_orders_that_were_found(tmp_path: Path, monkeypat
 
 
 def test_other_outputs_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgets(graph: GraphModule, family: Any, order: Tensor) -> None:
-        (name, _), *_ = family.places
-        permute(graph, type(family)({p: e for p, e in family.places.items() if p[0] != name}, ""), order)
-
-    monkeypatch.setattr(permutations, "permute", forgets)
+    monkeypatch.setattr(permutations, "permute", forgets_a_place)
     with pytest.raises(CompressorError, match=r"permute_channels: outputs differ by .* of their size"):
-        PermuteChannels("sort").run(pruned_models.captured("Llama"), Context(samples=pruned_models.samples_of("Llama")))
+        PermuteChannels(TWO_OF_FOUR, rounds=4).run(
+            pruned_models.captured("Llama"), Context(samples=pruned_models.samples_of("Llama"))
+        )
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({}, "aim scheme needs the format of the pass behind it"),
-    ({"aim": "sort", "scheme": TWO_OF_FOUR}, "aim sort takes no `scheme`"),
     ({"scheme": "W8A16"}, "no order of channels changes what it loses"),
     ({"scheme": "W8A16_B1x1@50"}, "no order of channels changes what it loses"),
     ({"scheme": TWO_OF_FOUR, "rounds": 0}, "rounds 0 is not between"),
@@ -215,4 +233,4 @@ def test_models_without_such_channels_are_refused() -> None:
     with pytest.raises(UsageError, match="16 channels are not several whole groups of neighbours"):
         PermuteChannels(scheme="W4A16_G128", targets="o_proj").requires(pruned_models.captured("Llama"), Context())
     with pytest.raises(UsageError, match="needs calibration samples"):
-        PermuteChannels("sort").run(pruned_models.captured("Llama"), Context())
+        PermuteChannels(TWO_OF_FOUR).run(pruned_models.captured("Llama"), Context())

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
-from compressor.errors import CompressorError, UsageError
+from compressor.errors import UsageError
 from compressor.formats.extras import KeptOfGroup, SingleZeros
 from compressor.formats.format import Format
 from compressor.graph.model import clone_graph
@@ -238,5 +238,9 @@ def test_bad_input(llama: GraphModule) -> None:
         PolarisedGates("W8A16_2:4", steps=0)
     with pytest.raises(UsageError, match="q_proj: 1:7: rows of 64 weights do not divide into groups of 7"):
         PolarisedGates("W8A16_1:7").requires(llama, Context(samples=SAMPLES))
-    with pytest.raises(CompressorError, match="q_proj has the zeros of W8A16_B1x1@50 already"):
-        Pipeline([Wanda("W8A16_B1x1@50", pack=False), QUICK]).run(clone_graph(llama), Context(samples=SAMPLES))
+    pruned = Pipeline([Wanda("W8A16_B1x1@50", pack=False)]).run(clone_graph(llama), Context(samples=SAMPLES))
+    with pytest.raises(UsageError, match="q_proj has the zeros of W8A16_B1x1@50 already"):
+        QUICK.run(pruned, Context(samples=SAMPLES))
+    QUICK.plan(planned := clone_graph(llama), Context())
+    with pytest.raises(UsageError, match="q_proj has the zeros of W8A16_B1x1@50 already"):
+        QUICK.requires(planned, Context())

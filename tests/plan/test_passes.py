@@ -12,13 +12,14 @@ import torch
 import transformers
 from click.testing import CliRunner
 from tiny_models import SIZES, build
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 import compressor
 from compressor.cli.commands import main
 from compressor.errors import RecipeError, UsageError
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
+from compressor.plan.passes import mark_entries
 
 REFUSED = {
     "packed caches": ("webgpu", ["kv_cache: {scheme: INT8}"], "the target webgpu has no kernels for packed caches"),
@@ -46,6 +47,11 @@ REFUSED = {
         "x86",
         ["learned_mask: {scheme: W8A16_2:4, targets: lm_head}", "learned_mask: {scheme: W8A16_2:4}"],
         "lm_head has the zeros of W8A16_2:4 already",
+    ),
+    "gates behind zeros": (
+        "x86",
+        ["wanda: {scheme: W8A16_B1x1@70, pack: false}", "polarised_gates: {scheme: W8A16_B1x1@50}"],
+        "q_proj has the zeros of W8A16_B1x1@70 already, and which weights become zero is what",
     ),
     "packed": (
         "x86",
@@ -92,6 +98,13 @@ def test_a_target_that_does_not_serve_the_model_is_named_with_its_line(tmp_path:
     with pytest.raises(RecipeError, match=r"recipe: target: Linear: the target webgpu serves decoders, encoders"):
         compressor.compress(graph_of["model"], recipe, tmp_path / "bundle", example=graph_of["example"])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("target", ["webgpu", "wasm", "cuda", "null"])
+def test_drafts_where_no_kernel_verifies_them(target: str) -> None:
+    recipe = compressor.Recipe.from_dict({"speculate": "lookup", "target": target, "passes": []})
+    with pytest.raises(RecipeError, match=f"speculate: the target {target} has no kernels that verify drafted tokens"):
+        mark_entries(GraphModule({}, Graph()), recipe)
 
 
 def test_caches_of_an_encoder(tmp_path: Path) -> None:

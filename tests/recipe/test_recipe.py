@@ -156,6 +156,7 @@ LOCATED = [
     ("seed: 1.5\n" + MINIMAL, "r.yaml:1: seed: 1.5 does not fit"),
     ("seed: true\n" + MINIMAL, "r.yaml:1: seed: True does not fit"),
     ("tune: fast\n" + MINIMAL, "r.yaml:1: tune: 'fast' does not fit; Input should be 'off', 'quick' or 'full'"),
+    ("speculate: lookups\n" + MINIMAL, "r.yaml:1: speculate: unknown kind of drafts 'lookups'; nearest: lookup; there"),
     ("target: x68\n" + MINIMAL, "r.yaml:1: target: no target is called 'x68'; nearest: x86"),
     ("target: {x86: {isa: [avx2]}}\n" + MINIMAL, "r.yaml:1: target.x86.isa: ['avx2'] does not fit"),
     ("target: {x86: avx2}\n" + MINIMAL, "r.yaml:1: target.x86: expected a mapping of options; found 'avx2'"),

@@ -82,6 +82,11 @@ def test_what_generate_refuses_at_once(bundle: Bundle, copy: Path) -> None:
     for stop in stops:
         with pytest.raises(RequestError, match=r"stop=.*: give token ids and strings"):
             bundle.generate("the", stop=stop)
+    with pytest.raises(RequestError, match="speculate='lookups': give 'lookup', 'recycle', 'auto' or 'off'"):
+        bundle.generate("the", speculate="lookups")
+    with pytest.raises(RequestError, match="no kernels that verify drafted tokens; make it with `speculate: auto` in"):
+        bundle.generate_ids([1], speculate="auto")
+    assert bundle.generate("the", speculate="off").speculation is None
     prompts: list[Any] = [None, 1, 0.5, [0.5], [[1]], [[1], [1, 2]], b"the", ["the"], {}, [1 << 70], object()]
     for prompt in prompts:
         with pytest.raises(RequestError, match="prompt"):

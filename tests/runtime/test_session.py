@@ -57,7 +57,8 @@ def test_a_packed_cache_has_the_bytes_that_the_manifest_states(copy: Path) -> No
     caches = [np.from_dlpack(cache) for cache in session._caches]
     assert [(cache.dtype, cache.shape) for cache in caches] == [(np.uint8, (3, 1, 5, WIDTH + 2))] * 2
     caches[0][:] = 7
-    session._stored = session.position = 5
+    session._stored[:] = 5
+    session.position = 5
     session.make_room(1)
     grown = np.from_dlpack(session._caches[0])
     assert grown.shape[2] >= 6 and (grown[:, :, :5] == 7).all() and not grown[:, :, 5:].any()

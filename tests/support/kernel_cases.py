@@ -24,6 +24,7 @@ from compressor.codegen.kernels.linear.tiles import supports as tiles_support
 from compressor.codegen.lowering.compile import Library
 from compressor.codegen.targets import x86
 from compressor.codegen.targets.x86 import X86
+from compressor.codegen.tir_pipeline import PIPELINE
 from compressor.formats.extras import ColumnBlocks, KeptOfGroup, SingleZeros
 from compressor.formats.format import Format
 from compressor.formats.layouts.columns import of_blocks
@@ -54,7 +55,7 @@ def build(func: tvm.tirx.PrimFunc, isa: Isa) -> Any:
     if not X86().executes(isa):
         pytest.skip(f"this machine has no {isa.name}")
     module = tvm.IRModule({"kernel": func.with_attr("global_symbol", "kernel")})
-    return tvm.compile(module, target=X86().tvm_target(isa))["kernel"]
+    return tvm.compile(module, target=X86().tvm_target(isa), tir_pipeline=PIPELINE)["kernel"]
 
 
 def run(kernel: Any, *operands: torch.Tensor | None, out: tuple[int, ...]) -> torch.Tensor:

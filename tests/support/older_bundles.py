@@ -18,6 +18,16 @@ _MODULES = (
         "device/choice",
         "session",
         "generation",
+        "speculation/tree",
+        "speculation/acceptance",
+        "speculation/cost",
+        "speculation/pace",
+        "speculation/counts",
+        "speculation/engine",
+        "speculation/lookup",
+        "speculation/recycling",
+        "speculation/drafts",
+        "speculation/measure",
         "source/wave_file",
         "source/features",
         "source/encoding",
@@ -33,7 +43,7 @@ def with_a_run_time_of_one_file(bundle: Path) -> Path:
     """Change a bundle to what it was before its run-time became a package, with hashes and the total that agree."""
     package, file = bundle / "compressor_runtime", bundle / "compressor_runtime.py"
     found = {path.relative_to(package).with_suffix("").as_posix() for path in package.rglob("*.py")}
-    assert found == {*_MODULES, "__init__", "__main__", "source/__init__", "device/__init__"}
+    assert found == {*_MODULES, "__init__", "__main__", "source/__init__", "device/__init__", "speculation/__init__"}
     file.write_text(_joined(package), encoding="utf-8")
     shutil.rmtree(package)
     manifest = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))

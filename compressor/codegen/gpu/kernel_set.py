@@ -24,7 +24,7 @@ from compressor.codegen.tir_pipeline import PIPELINE
 from compressor.formats.extras import ColumnBlocks, KeptOfGroup
 from compressor.formats.format import Format
 
-_CONVOLUTIONS, _STATES = "convolutions", "layers with a state"
+_CONVOLUTIONS, _STATES, _TREES = "convolutions", "layers with a state", "drafted tokens (`speculate`)"
 _KEPT = "layers that run kept tokens alone (the pass swift_kv)"
 MISSING = {
     "patches.default": _CONVOLUTIONS,
@@ -34,6 +34,8 @@ MISSING = {
     "selective_scan.default": _STATES,
     "gated_delta_rule.default": _STATES,
     "wkv.default": _STATES,
+    "tree_attention.default": _TREES,
+    "packed_tree_attention.default": _TREES,
     "kept_attention.default": _KEPT,
     "packed_kept_attention.default": _KEPT,
 }

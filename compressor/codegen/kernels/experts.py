@@ -16,11 +16,12 @@ from typing import Any, cast
 import tvm
 from tvm.script import tirx as T
 
-from compressor.codegen.isa import Isa
+from compressor.codegen.isa import INDEPENDENT_ROWS, Isa
 from compressor.codegen.kernels.codes import to_float
 from compressor.codegen.kernels.dense import add_vector
 from compressor.codegen.kernels.linear import bit_planes
-from compressor.codegen.kernels.linear.packed import Schedule, Shape, store_outputs, tile_block, vector_block
+from compressor.codegen.kernels.linear.blocks import FewRows, vector_block
+from compressor.codegen.kernels.linear.packed import Schedule, Shape, store_outputs, tile_block
 from compressor.codegen.kernels.linear.preparation import Prepared, preparation
 from compressor.codegen.kernels.linear.weights import Weight, Weights, parameter
 from compressor.codegen.kernels.vector import VECTOR, emit_tree_sum
@@ -101,7 +102,7 @@ def packed_routed_linear(
     weights = Weights([rows], columns, fmt, has_bias, False)
     shape = Shape.of(columns, fmt, weights, isa, schedule)
     body, act, has_planes = shape.body, cast(Activations, fmt.activations), not bit_planes.supports(fmt, isa)
-    integer, width, step, spare = body.integer, shape.width, shape.step, max(shape.step, shape.round_to)
+    integer, width, step = body.integer, shape.width, shape.step
     # One token's activations are prepared once, unless something about that belongs to an expert.
     once = not (own or {"input_scale", "tensor_scale", "float_columns"} & set(weights.stored[0]))
     split = shape.tiles.split if shape.is_tiled and not integer else None
@@ -109,6 +110,24 @@ def packed_routed_linear(
     store = store_outputs(shape)
     block, by_tiles = vector_block(shape, store), tile_block(shape, store)
     gemv_steps, gemm_steps = weights.steps(schedule.gemv_tiles), weights.steps(schedule.gemm_tiles)
+    of_few = FewRows(shape, block)
+    few_steps, spare = weights.steps(of_few.tiles), max(step, shape.round_to, of_few.spare)
+
+    @T.inline
+    def many(at, end, weight, first, begin):
+        for j in range((end - begin + (step - 1)) // step):
+            if shape.is_tiled:
+                by_tiles(at, end, weight, first, begin + j * step)
+            else:
+                block(at, end, weight, first, schedule.gemm_tiles, begin + j * step, step)
+
+    @T.inline
+    def each_task(steps, n_tiles, begin, of_expert, place, multiply):
+        for i in T.parallel(experts * steps):
+            e = T.meta_var(T.bind(T.Cast("int64", i % experts)))
+            end = T.meta_var(T.bind(begin[e + 1]))
+            weight = T.meta_var(of_expert(e))
+            multiply(place(weight), end, weight, i // experts * n_tiles, begin[e])
 
     @T.prim_func(s_tir=True, private=True)
     def kernel() -> None:
@@ -149,18 +168,14 @@ def packed_routed_linear(
                 row = T.meta_var(_Gathered(x, partial(_always, source)))
                 at = T.meta_var(Prepared([row], [], a, operands, halves, sums, factor, of_slot.parts))
                 prepare(at, s)
-            for i in T.parallel(experts * gemm_steps):
-                e = T.meta_var(T.bind(T.Cast("int64", i % experts)))
-                end = T.meta_var(T.bind(begin[e + 1]))
-                of_task = T.meta_var(_of_expert(stored, bias, rows, e, held, 0))
-                there = T.meta_var(Prepared([gathered], [], a, operands, halves, sums, factor, of_task.parts))
-                first = T.meta_var(i // experts * schedule.gemm_tiles)
-                for j in range((end - begin[e] + (step - 1)) // step):
-                    m0 = T.meta_var(begin[e] + j * step)
-                    if shape.is_tiled:
-                        by_tiles(there, end, of_task, first, m0)
-                    else:
-                        block(there, end, of_task, first, schedule.gemm_tiles, m0, step)
+            of_expert = T.meta_var(lambda e: _of_expert(stored, bias, rows, e, held, 0))
+            place = T.meta_var(lambda w: Prepared([gathered], [], a, operands, halves, sums, factor, w.parts))
+            if shape.is_exact:
+                each_task(gemm_steps, schedule.gemm_tiles, begin, of_expert, place, many)
+            elif t <= INDEPENDENT_ROWS:
+                each_task(few_steps, of_few.tiles, begin, of_expert, place, of_few.multiply)
+            else:
+                each_task(gemm_steps, schedule.gemm_tiles, begin, of_expert, place, many)
             for s in T.parallel(begin[experts]):
                 _copy_row(held, s, y, order[s], rows)
             _clear_others(chosen, y, pairs, rows, experts)

@@ -1,6 +1,11 @@
 """Vector expressions that the kernel families share: one place for instruction sets and float formats.
 
 Every function takes and returns TIR expressions over vectors of ``lanes`` 32-bit elements.
+
+A row's bits must not depend on the rows beside it, in copies of code that LLVM optimises apart.  TVM writes
+``c + a * b`` as ``llvm.fmuladd``, one instruction everywhere.  A product that waits in a buffer, or is subtracted, is
+left to LLVM, which makes one instruction of it and its sum or two, by what stands around them.  So products are added,
+in the expression that they are made in; tests/codegen/kernels/test_rows.py looks for others in LLVM's code.
 """
 
 from __future__ import annotations
@@ -58,7 +63,7 @@ def exp(x: Any, lanes: int) -> Any:
     const = partial(splat_float, lanes=lanes)
     x = clamp(x, -87.5, 89.0, lanes)  # n is -126 to 128
     n = T.floor(x * const(1.44269504088896341) + const(0.5))
-    r = x - n * const(0.693359375) - n * const(-2.12194440e-4)
+    r = x + n * const(-0.693359375) + n * const(2.12194440e-4)
     p = const(1.9875691500e-4)
     for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
         p = p * r + const(c)

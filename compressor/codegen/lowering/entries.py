@@ -1,11 +1,16 @@
-"""Cut a graph of two halves into the two programs that a library has.
+"""Make the programs that a library has of a captured graph: one, or two.
 
-Of an encoder-decoder these are what a source needs once, and each step:
+A decoder that verifies drafted tokens has a second one for these (:mod:`compressor.graph.kinds.token_trees`):
+
+    verify: ids, position, keep, parent, slot, row, k_cache, v_cache -> logits, new keys and values
+    main: ids, position, keep, k_cache, v_cache -> logits, new keys and values
+
+An encoder-decoder is cut into what a source needs once, and each step:
 
     encode: source, source_mask -> keys and values of each layer's cross-attention
     main: ids, position, keep, k_cache, v_cache, source_mask, these keys and values -> logits, new keys and values
 
-and of a model of pictures with texts:
+and a model of pictures with texts into its halves:
 
     text: ids, mask -> text embeddings
     main: pictures -> picture embeddings
@@ -29,6 +34,7 @@ from compressor.capture.export import example_call, export_program, reexport
 from compressor.errors import VerificationError
 from compressor.graph.kinds.encoder_decoder import SOURCE, SOURCE_MASK, encoder_nodes
 from compressor.graph.kinds.halves import copy_calls, needed_nodes, pair_halves
+from compressor.graph.kinds.token_trees import tree_graph, why_no_trees
 from compressor.graph.model import ModelInfo
 
 
@@ -51,18 +57,32 @@ def entries(graph: GraphModule) -> list[Entry]:
     """Export the programs of a captured graph, ``main`` last.
 
     Raises:
-        VerificationError: the halves of an encoder-decoder share more than tensors.
+        VerificationError: the halves of an encoder-decoder share more than tensors, or tokens are to be verified of a
+            model whose tokens cannot be.
     """
     info: ModelInfo = graph.meta["model"]
     if info.pair is not None:
         return _of_pair(graph, info)
     if info.kind != "seq2seq":
-        return [Entry("main", reexport(graph), info.kind == "decoder")]
+        verify = [Entry("verify", _verification(graph, info), True)] if info.speculates else []
+        return [*verify, Entry("main", reexport(graph), info.kind == "decoder")]
     encoder, decoder = split(graph)
     return [
         Entry(name, export_program(half, *_call(half, info), info.name), caches)
         for name, half, caches in (("encode", encoder, False), ("main", decoder, True))
     ]
+
+
+def _verification(graph: GraphModule, info: ModelInfo) -> ExportedProgram:
+    """Export what verifies tokens of several sequences, whose number does not depend on the sequences'."""
+    if reason := why_no_trees(graph):
+        raise VerificationError(f"{info.name}: no entry `verify`: {reason}; leave `speculate` out")
+    (ids, position, keep, keys, values), (_, tokens, rows, *_) = example_call(info)
+    own, none = {0: Dim("slots", min=1), 2: Dim("capacity", min=1)}, torch.zeros_like(position)
+    # Every example is a tensor of its own: the export takes one that is given twice for one input.
+    given = (ids[:1], position, keep, none - 1, none, position.clone(), *keys, *values)
+    dims = ({1: tokens[0]}, tokens, rows, tokens, tokens, tokens, *[own] * 2 * len(keys))
+    return export_program(tree_graph(graph), given, dims, info.name)
 
 
 def _of_pair(graph: GraphModule, info: ModelInfo) -> list[Entry]:

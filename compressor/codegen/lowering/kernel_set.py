@@ -11,7 +11,7 @@ import tvm
 
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels import dense, embedding, experts, norm
-from compressor.codegen.kernels.attention import cached, packed
+from compressor.codegen.kernels.attention import cached, packed, tree
 from compressor.codegen.kernels.attention.cross import cross_attention
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.n_of_m import n_of_m_linear
@@ -75,6 +75,7 @@ class KernelSet:
         phases: from the imported program to what the virtual machine runs.
         dense: linears of stored floats.
         packed: linears of stored codes.
+        tree_attention, packed_tree_attention: of drafted tokens; None where these are among ``missing``.
         others: linears of formats that are laid out in another way, by the extra that says so; they have no schedule.
         missing: operators that CPUs have kernels for and this machine has none, with their families in words.
         supports: says what the packed linears and embeddings do not read of a format; an empty text if they read all.
@@ -98,6 +99,8 @@ class KernelSet:
     cross_attention: Maker
     pack_cache: Maker
     packed_attention: Maker
+    tree_attention: Maker | None = None
+    packed_tree_attention: Maker | None = None
     others: Mapping[type[Any], Maker] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
     supports: Callable[[Format], str]
@@ -163,6 +166,8 @@ def cpu_kernels(isa: Isa) -> KernelSet:
         cross_attention=cross_attention,
         pack_cache=packed.pack_cache,
         packed_attention=packed.packed_attention,
+        tree_attention=tree.tree_attention,
+        packed_tree_attention=tree.packed_tree_attention,
         supports=lambda fmt: packed_linear.supports(fmt, isa) or n_of_m_supports(fmt),
         generate=_generate,
         others={KeptOfGroup: other(n_of_m_linear), SkippedInputs: other(skipping_linear)},

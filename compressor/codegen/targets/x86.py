@@ -29,6 +29,7 @@ class X86:
     """
 
     backend: ClassVar[str] = "compressor.run.native:NativeBackend"
+    verifies: ClassVar[bool] = True
 
     isa: Literal["native", "any", "amx", "avx512_vpopcntdq", "avx512_vnni", "avx2"] = "native"
 

@@ -124,7 +124,8 @@ def attention_weights(graph: GraphModule) -> tuple[list[Site], list[str]]:
     nodes = sorted({node for value in values for node in last_linears(value)})
     source = carried_node(graph)
     makers = [*nodes, *([source] if source is not None and source.target in _NORMS else [])]
-    read = (str(arg.target) for node in makers for arg in node.args[1:] if is_parameter(graph, arg))
+    given: list[Any] = [arg for node in makers for arg in node.args[1:]]
+    read = [str(arg.target) for arg in given if is_parameter(graph, arg)]
     return [sites[node] for node in nodes], list(dict.fromkeys(read))
 
 

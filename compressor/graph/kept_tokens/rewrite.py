@@ -9,20 +9,17 @@ Keys and values stay where they stood, so that they are made just in front of th
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.fx.node import map_arg
 
+from compressor.graph.caches import drop_unread_caches
 from compressor.graph.kept_tokens.layers import CannotKeep, LaterLayer
 from compressor.graph.kept_tokens.sharing import average, groups
-from compressor.graph.model import ModelInfo
 from compressor.graph.provenance import describe
 from compressor.graph.rewrite import drop_dead_parameters, held_tensor, set_parameter
 from compressor.graph.segments import segments
@@ -30,7 +27,6 @@ from compressor.graph.segments import segments
 _KEPT = torch.ops.compressor.kept_attention.default
 _INDEX, _SIZE = torch.ops.aten.index.Tensor, torch.ops.aten.sym_size.int
 _NORM = "kv_norm"
-_CACHES = 3  # keys, values and their caches: what attention reads in front of the positions begins here
 
 
 def keep_tokens(graph: GraphModule, layers: Sequence[LaterLayer], share: int = 1) -> dict[Node, Node]:
@@ -44,27 +40,16 @@ def keep_tokens(graph: GraphModule, layers: Sequence[LaterLayer], share: int = 1
     Raises:
         CannotKeep: names what reads tokens in another way, or layers that cannot share; the graph is half rewritten.
     """
-    info: ModelInfo = graph.meta["model"]
     sources = dict[Node, LaterLayer]()  # attention -> the layer whose keys and values it reads
     for group in groups(layers, share):
         average(graph, group)
         sources |= {layer.attention.node: group[0] for layer in group}
     _normalise_once(graph, layers)
     kept = _Kept(graph, layers[0].entry, sources)
-    logits = kept.logits()
-    others = [node for node, layer in sources.items() if node is not layer.attention.node]
-    shared = {cast(Node, cache) for node in others for cache in node.args[3:5]}
-    inputs, output = graph.graph.find_nodes(op="placeholder"), graph.graph.output_node()
-    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-    stay = [place for place, cache in enumerate(inputs[_CACHES:]) if cache not in shared]
-    output.args = ((logits, *(results[1 + place] for place in stay)),)
+    output = graph.graph.output_node()
+    output.args = ((kept.logits(), *output.args[0][1:]),)  # type: ignore[index, misc]
+    drop_unread_caches(graph)
     drop_dead_parameters(graph)
-    for cache in shared:
-        cache.replace_all_uses_with(inputs[_CACHES])  # only sizes are left, and all caches have the same
-        graph.graph.erase_node(cache)
-    left = info.layers - len(shared) // 2
-    graph.meta["model"] = dataclasses.replace(info, layers=left)
-    _restate_arguments(graph, left)
     graph.recompile()
     return kept.copies
 
@@ -147,7 +132,7 @@ class _Kept:
             return self.copies[node.args[0]]  # type: ignore[index]
         if node in self.sources:
             return self._attention(node)
-        args, kwargs = map_arg((node.args, node.kwargs), lambda source: self.copies.get(source, source))  # type: ignore[arg-type]
+        args, kwargs = map_arg((node.args, node.kwargs), lambda source: self.copies.get(source, source))
         if (args, kwargs) == (node.args, node.kwargs):
             return node
         if self.keep in node.all_input_nodes:
@@ -174,7 +159,7 @@ class _Kept:
 
     def _value(self, target: Any, args: Any, kwargs: Any) -> Any:
         with self.mode:
-            given = map_arg((args, kwargs), self._known)  # type: ignore[arg-type]
+            given = map_arg((args, kwargs), self._known)
             return target(*given[0], **given[1])
 
     def _known(self, node: Node) -> Any:
@@ -196,14 +181,3 @@ def _after(node: Node) -> Node:
     while place.op == "placeholder":
         place = place.next
     return place
-
-
-def _restate_arguments(graph: GraphModule, layers: int) -> None:
-    """Let the graph take, and return, lists of so many caches."""
-    codegen: Any = graph.graph._codegen
-    names = codegen.pytree_info.orig_args
-    given = pytree.tree_structure((tuple([0, 0, 0, [0] * layers, [0] * layers]), {}))
-    results = pytree.tree_structure((0, [0] * layers, [0] * layers))
-    old = pytree.tree_unflatten([0] * codegen.pytree_info.out_spec.num_leaves, codegen.pytree_info.out_spec)
-    assert isinstance(old, tuple) and len(old) == 3, "a decoder returns logits, keys and values"
-    graph.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, given, results)))

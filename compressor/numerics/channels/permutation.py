@@ -1,4 +1,4 @@
-"""Find an order of channels from which a later pass loses less: patterns N:M, blocks, groups of scales, prefixes.
+"""Find an order of channels from which a later pass loses less: patterns N:M, blocks, groups of scales.
 
 What a weight holds of the channels is a :class:`Piece`, [channels, features].  The channels of a weight's columns have
 its rows as features, and the other way round.  An order cuts the channels into clusters of neighbours; each goal has a
@@ -7,7 +7,6 @@ value that it adds up over clusters, and a way to deal the channels of two clust
     n_of_m   the N largest of each cluster and feature         all ways to part 2 M channels, M <= 4; else one swap
              (Pool and Yu 2021, Channel Permutations for N:M Sparsity, NeurIPS)
     blocks   the features with the largest sums, a cluster     swaps that suit what both keep now; one swap by value
-    sort     what the first half of the channels holds         none: the channels are sorted
 
 Groups of scales are in :mod:`compressor.numerics.channels.shared_scales`.
 """
@@ -252,17 +251,3 @@ def _alike(pieces: Sequence[Piece]) -> Tensor:
         left[chosen] = -torch.inf
         order += chosen.tolist()
     return torch.tensor(order)
-
-
-@dataclass(frozen=True)
-class Sorted:
-    """The most important channels come first, so that every prefix holds the most that so many channels can."""
-
-    def value(self, piece: Piece, order: Tensor) -> float:
-        """Return what the first half holds."""
-        return float(piece.values[order[: len(order) // 2]].sum(1, dtype=torch.float64).sum())
-
-    def search(self, pieces: Sequence[Piece], rounds: int) -> Tensor:
-        """Sort the channels by the sum of what they hold."""
-        held = torch.stack([piece.values.sum(1, dtype=torch.float64) for piece in pieces]).sum(0)
-        return held.argsort(descending=True, stable=True)

@@ -20,12 +20,12 @@ from compressor.formats.parts import TILE_ROWS
 from compressor.graph.dependencies.channels import Family
 from compressor.graph.dependencies.permuting import FreeSet, free_sets
 from compressor.graph.sites import Site, linear_sites
-from compressor.numerics.channels.permutation import Goal, KeptBlocks, KeptOfGroups, Piece, Sorted
+from compressor.numerics.channels.permutation import Goal, KeptBlocks, KeptOfGroups, Piece
 from compressor.numerics.channels.shared_scales import SharedScales
 from compressor.pipeline.sites import choose_sites
 
-Aim: TypeAlias = Literal["n_of_m", "blocks", "groups", "sort"]
-"""Purpose of an order: patterns N:M, blocks, groups that share a scale, or prefixes."""
+Aim: TypeAlias = Literal["n_of_m", "blocks", "groups"]
+"""Purpose of an order: patterns N:M, blocks, or groups that share a scale."""
 FEATURES = 8192
 """Rows or columns that a search looks at; of more, every second, third, ... of each weight."""
 _NAMED = 3  # reasons that a message gives
@@ -62,17 +62,17 @@ class Orders:
     """Derive from a format which channels should be neighbours.
 
     Attributes:
-        scheme: format of a later pass; None to sort by importance.
+        scheme: format of a later pass.
 
     Raises:
         UsageError: no order changes what the format loses.
     """
 
-    scheme: Format | None
+    scheme: Format
 
     def __post_init__(self) -> None:
         fmt = self.scheme
-        if fmt is not None and self.aim == "groups" and fmt.strategy != "group":
+        if self.aim == "groups" and fmt.strategy != "group":
             raise UsageError(
                 f"permute_channels: scheme {fmt.name}: no order of channels changes what it loses; give a format with "
                 "groups of scales (W4A16_G32), N of M weights (W8A16_2:4) or blocks (W8A16_B16x1@50)"
@@ -81,8 +81,6 @@ class Orders:
     @property
     def aim(self) -> Aim:
         """Return the purpose that follows from the format."""
-        if self.scheme is None:
-            return "sort"
         if self._pattern is not None:
             return "n_of_m"
         return "groups" if self._blocks is None else "blocks"
@@ -90,8 +88,6 @@ class Orders:
     @property
     def goal(self) -> Goal:
         """Return the measure that a search raises."""
-        if self.scheme is None:
-            return Sorted()
         if self._pattern is not None:
             return KeptOfGroups(self._pattern.kept)
         return SharedScales(not self.scheme.symmetric) if self._blocks is None else KeptBlocks()
@@ -99,8 +95,6 @@ class Orders:
     @property
     def columns(self) -> int:
         """Return how many neighbours of a row go together; 0 if the order of a weight's columns does not matter."""
-        if self.scheme is None:
-            return 1
         if self._blocks is not None:
             return self._blocks.width if self._blocks.width > 1 else 0
         return self.scheme.group_size if self._pattern is None else self._pattern.size
@@ -112,11 +106,11 @@ class Orders:
 
     @property
     def _blocks(self) -> ColumnBlocks | None:
-        return None if self.scheme is None else self.scheme.extra(ColumnBlocks)
+        return self.scheme.extra(ColumnBlocks)
 
     @property
     def _pattern(self) -> KeptOfGroup | None:
-        return None if self.scheme is None else self.scheme.extra(KeptOfGroup)
+        return self.scheme.extra(KeptOfGroup)
 
     def find(self, graph: GraphModule, targets: str | Sequence[str], ignore: str | Sequence[str]) -> list[FreeLinears]:
         """Return the free sets whose order matters to linears that match, in dataflow order.
@@ -164,8 +158,17 @@ class Orders:
         features = sum(site.out_features for site in one.readers) + sum(site.in_features for site in one.writers)
         count, size = one.free.families[0].count, self.columns or self.rows
         entries = len(one.free.families) * count * min(features, FEATURES)
-        turns = 1 if self.aim == "sort" else min(rounds, _TURNS * count // size)
-        return _BYTES * turns * entries, 32 * entries
+        return _BYTES * min(rounds, _TURNS * count // size) * entries, 32 * entries
+
+    def features(self, one: FreeLinears, family: Family) -> int:
+        """Return how many features :meth:`pieces` have together, by the sizes of the linears."""
+        rows, width = self.rows or 1, 1 if self._blocks is None else self._blocks.width
+        read = ((site, 1, self.columns, -(-site.out_features // rows)) for site in one.readers)
+        written = ((site, 0, self.rows, site.in_features // width) for site in one.writers)
+        return sum(
+            len(_runs(family.places[site.weight_name, axis], size)) * each
+            for site, axis, size, each in (*read, *written)
+        )
 
     def pieces(
         self, graph: GraphModule, one: FreeLinears, family: Family, squares: Mapping[str, Tensor] | None
@@ -205,7 +208,6 @@ class Orders:
 
     def _kept(self, in_features: int) -> float:
         """Return the share of the columns that each tile keeps."""
-        assert self.scheme is not None
         return self.scheme.stored_columns(in_features) / in_features
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter
 
 from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.segment_runner import SegmentRunner, run_outputs, split_samples
@@ -16,7 +16,8 @@ from compressor.calibration.statistics import MeanSquares
 from compressor.errors import CompressorError
 from compressor.graph.dependencies.channels import Family
 from compressor.graph.dependencies.permuting import moved, permute
-from compressor.graph.model import clone_graph
+from compressor.graph.kinds.encoder_decoder import Batch, Pair
+from compressor.graph.model import ModelInfo, clone_graph
 from compressor.graph.sites import linear_sites
 from compressor.pipeline.context import Context, SiteRecord
 from compressor.pipeline.resume import cached_tensors
@@ -24,6 +25,7 @@ from compressor.pipeline.structured.orders import FEATURES, FreeLinears, Orders
 from compressor.progress import Silent
 
 _CHECKED, _TOLERANCE = 2, 1e-4  # batches whose outputs are compared, and their largest relative difference
+_TOKENS, _SOUND = 16, 4000  # of a random batch, at most: tokens, and samples of a sound
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class Permutation:
         Raises:
             CompressorError: the outputs are not what they were.
         """
-        samples = ctx.calibration("permute_channels")
-        decides = [samples.sha256, repr(self.step), [site.name for one in found for site in one.sites]]
+        learnt_from = ctx.calibration("permute_channels").sha256 if self.uses_inputs else ""
+        decides = [learnt_from, repr(self.step), [site.name for one in found for site in one.sites]]
         before = self._outputs(graph, ctx)
         results = cached_tensors(
             graph, ctx, "permute_channels", decides, lambda: self._search(clone_graph(graph), ctx, found)
@@ -88,12 +90,12 @@ class Permutation:
     ) -> tuple[Tensor, Tensor]:
         """Return an order, the present one if none is better, and float64 [3]: worth before and after, and the most."""
         goal, identity = self.orders.goal, torch.arange(family.count)
-        features = sum(piece.values.shape[1] for piece in self.orders.pieces(graph, one, family, squares))
-        step = -(-features // FEATURES)
+        step = -(-self.orders.features(one, family) // FEATURES)
         seen = [piece.sampled(step) for piece in self.orders.pieces(graph, one, family, squares)]
         order = goal.search(seen, self.rounds)
         worth = torch.zeros(3, dtype=torch.float64)
-        for piece in self.orders.pieces(graph, one, family, squares):
+        # Of more features than a search looks at, each weight's are made anew: all of them at once may not fit.
+        for piece in seen if step == 1 else self.orders.pieces(graph, one, family, squares):
             all_of_it = float(piece.values.sum(1, dtype=torch.float64).sum())
             values = [goal.value(piece, identity), goal.value(piece, order), all_of_it]
             worth += torch.tensor(values, dtype=torch.float64)
@@ -110,8 +112,13 @@ class Permutation:
         return {site.name: statistic.value for group, statistic in run.groups() for site in group}
 
     def _outputs(self, graph: GraphModule, ctx: Context) -> list[Tensor]:
-        """Return what the model makes of the first samples."""
-        batches = split_samples(graph, ctx.calibration("permute_channels").ids, 1)[:_CHECKED]
+        """Return what the model makes of the first samples, or of random inputs where there are none."""
+        if ctx.samples is not None:
+            batches = split_samples(graph, ctx.samples.ids, 1)[:_CHECKED]
+        elif graph.meta["model"].kind == "module":
+            return _outputs_of_example(graph)
+        else:
+            batches = _random_batches(graph.meta["model"])
         return [value.clone() for value in run_outputs(SegmentRunner(graph, batches, ctx.spill), Silent())]
 
     def _check(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
@@ -141,9 +148,31 @@ class Permutation:
         before, after, most = worth.tolist()
         if self.orders.aim == "groups":
             return f"the expected error of rounding falls by {1 - after / before if before else 0:.2%}"
-        what = "the first half holds" if self.orders.aim == "sort" else "kept are"
         most = most or 1.0
-        return f"{what} {after / most:.2%} of what it holds in all, before {before / most:.2%}"
+        return f"kept are {after / most:.2%} of what it holds in all, before {before / most:.2%}"
+
+
+def _random_batches(info: ModelInfo) -> list[Batch]:
+    """Return random tokens, the same for the same model, int64 [1, 16] each, beside noise for a model of speech."""
+    generator, source = torch.Generator().manual_seed(0), info.encoder_source
+    limits = (_TOKENS, info.max_positions, 0 if source is None or info.hears else source.max_positions)
+    shape = (_CHECKED, min(limit for limit in limits if limit))
+    ids = torch.split(torch.randint(info.vocab_size, shape, generator=generator), 1)
+    if source is None or not info.hears:
+        return [*ids]
+    return [Pair(0.1 * torch.randn(1, *source.sized(_SOUND), generator=generator), each) for each in ids]
+
+
+def _outputs_of_example(graph: GraphModule) -> list[Tensor]:
+    """Return a plain module's outputs for the example that it was captured with, with noise in the place of zeros."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(x.shape, generator=generator) if x.is_floating_point() and not x.any() else x.detach()
+        for x in graph.meta["inputs"][0]
+    ]
+    with torch.no_grad():
+        found = Interpreter(graph).run(*inputs)
+    return [found] if isinstance(found, Tensor) else [*found]
 
 
 def _follow(graph: GraphModule, family: Family, order: Tensor, squares: dict[str, Tensor]) -> None:

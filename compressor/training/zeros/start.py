@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.errors import UsageError
-from compressor.formats.extras import KeptOfGroup
+from compressor.formats.format import Format
 from compressor.graph.model import clone_graph
 from compressor.graph.sites import Site, weight_sites
 from compressor.host.digests import tensors_sha256
 from compressor.host.tensor_files import trim
-from compressor.numerics.sparsity.n_of_m import left_entries
+from compressor.numerics.sparsity.n_of_m import left_entries, pattern_of
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan, planned_zeros
@@ -24,7 +24,7 @@ from compressor.registry import PASSES
 from compressor.training.settings import split
 
 
-def refuse_unfit(name: str, graph: GraphModule, sites: Sequence[Site], scheme: str, pattern: KeptOfGroup) -> None:
+def refuse_unfit(name: str, graph: GraphModule, sites: Sequence[Site], scheme: str) -> None:
     """Refuse linears whose rows are not whole groups, and those that an earlier pass leaves with zeros, or whose
     weights have the pattern as they came.
 
@@ -32,11 +32,16 @@ def refuse_unfit(name: str, graph: GraphModule, sites: Sequence[Site], scheme: s
 
     Args:
         name: of the pass that asks, for the message.
-        scheme, pattern: format of the pass, and what it keeps.
+        scheme: format of the pass, which leaves out single weights.
+    Raises:
+        UsageError: names the linear.
     """
+    fmt = Format.parse(scheme)
+    pattern = pattern_of(fmt)
+    assert pattern is not None
     for site in sites:
         with error_context(site):
-            pattern.stored(site.in_features)
+            fmt.stored_columns(site.in_features)
         weight = graph.get_parameter(site.weight_name).detach()
         is_pruned = not weight.is_meta and left_entries(weight, pattern) is not None
         if zeros := planned_zeros(site) or (scheme if is_pruned else ""):

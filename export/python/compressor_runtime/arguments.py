@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,75 @@ def token_ids(ids: ArrayLike, vocab_size: int) -> NDArray[np.int64]:
             f"{vocab_size - 1}; does the tokenizer belong to this model?"
         )
     return tokens.astype(np.int64, copy=False)
+
+
+def prompt_ids(prompt: Any, encode: Callable[[str], list[int]], bos_id: int | None) -> list[int]:
+    """Return a prompt's token ids; of an empty one, the model's beginning-of-sequence token.
+
+    Args:
+        prompt: text, or token ids in a row.
+        encode: text -> token ids.
+        bos_id: that token; None if the model has none.
+    Raises:
+        RequestError: it is neither, cannot be written as UTF-8, or is empty where nothing begins a sequence.
+    """
+    if isinstance(prompt, str):
+        try:
+            ids = encode(prompt)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise RequestError(f"the prompt cannot be written as UTF-8 ({error})") from error
+    else:
+        given = array("prompt", prompt)  # a path is an array of no whole numbers
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+            raise RequestError(f"prompt: {given.dtype} {list(given.shape)}; give text, or token ids in a row")
+        ids = given.tolist()
+    if not ids and bos_id is None:
+        raise RequestError("the prompt is empty and the model has no beginning-of-sequence token; give a prompt")
+    return ids or [bos_id]
+
+
+def token_trees(
+    ids: ArrayLike, parent: ArrayLike, slot: ArrayLike | None, vocab_size: int, batch: int
+) -> tuple[NDArray[np.int64], ...]:
+    """Return drafted tokens: ids, parents and sequences, and of each its depth and how many of its sequence's come
+    before it; all int64 [T].
+
+    Raises:
+        RequestError: they are not whole numbers in rows of one length, or out of range, or a token does not come after
+            its parent, in the same sequence.
+    """
+    if slot is None and batch > 1:
+        raise RequestError(f"slot: say which of the {batch} sequences each token belongs to")
+    given = {"ids": array("ids", ids), "parent": array("parent", parent)}
+    given["slot"] = np.zeros_like(given["parent"]) if slot is None else array("slot", slot)
+    for name, row in given.items():
+        if row.ndim != 1 or row.size == 0 or row.dtype.kind not in "iu" or row.shape != given["ids"].shape:
+            shapes = f"{row.dtype} {list(row.shape)}, ids {list(given['ids'].shape)}"
+            raise RequestError(f"{name}: {shapes}; ids, parent and slot must be whole numbers, one of each for a token")
+    tokens = token_ids(given["ids"][None], vocab_size)[0]
+    parents, slots = (given[name].astype(np.int64, copy=False) for name in ("parent", "slot"))
+    if slots.min() < 0 or slots.max() >= batch:
+        raise RequestError(f"slot: from {slots.min()} to {slots.max()}; the session's sequences are 0 to {batch - 1}")
+    owners, depth, order, counts = slots.tolist(), list[int](), list[int](), [0] * batch
+    for t, before in enumerate(parents.tolist()):
+        if not -1 <= before < t or (before >= 0 and owners[before] != owners[t]):
+            raise RequestError(f"parent[{t}] is {before}; give -1, or an earlier token of the same sequence")
+        depth.append(depth[before] + 1 if before >= 0 else 0)
+        order.append(counts[owners[t]])
+        counts[owners[t]] += 1
+    return tokens, parents, slots, np.array(depth), np.array(order)
+
+
+def indices(name: str, value: ArrayLike, count: int) -> NDArray[np.int64]:
+    """Return indices in a row, at least one, int64.
+
+    Raises:
+        RequestError: they are something else, or not from 0 to ``count - 1``.
+    """
+    found = array(name, value)
+    if found.ndim != 1 or found.size == 0 or found.dtype.kind not in "iu" or found.min() < 0 or found.max() >= count:
+        raise RequestError(f"{name}: {found.tolist()!r:.100}; give indices in a row, from 0 to {count - 1}")
+    return found.astype(np.int64, copy=False)
 
 
 def stops_of(stop: int | str | Iterable[int | str]) -> tuple[list[int], list[str]]:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from compressor_runtime.arguments import array, check_inputs, real, stops_of, token_ids, whole
+from compressor_runtime.arguments import array, check_inputs, prompt_ids, stops_of, token_ids, whole
 from compressor_runtime.check import check_files
 from compressor_runtime.cpu import choose_library, thread_count
 from compressor_runtime.device.choice import choose_device
@@ -21,7 +21,7 @@ from compressor_runtime.device.gpu import Gpu
 from compressor_runtime.device.host import Host
 from compressor_runtime.device.recorded import Record, Recorder
 from compressor_runtime.errors import BundleError, DamagedBundleError, RequestError
-from compressor_runtime.generation import Generation, TextStream, choose, next_tokens
+from compressor_runtime.generation import Generation, Sampler, TextStream, checked_sampler, next_tokens
 from compressor_runtime.manifest import (
     GENERATING,
     MEASUREMENTS,
@@ -37,6 +37,8 @@ from compressor_runtime.session import Session
 from compressor_runtime.source.encoding import encode_source, source_of_prompt, tokens_left, without, wrong_source
 from compressor_runtime.source.frames import frame_tokens, labels_frames
 from compressor_runtime.source.pairs import INPUTS, embed_pictures, embed_texts, run_pair, similarity
+from compressor_runtime.speculation.counts import Speculation
+from compressor_runtime.speculation.drafts import Drafts, speculation
 from compressor_runtime.tensors import read_parameters
 from compressor_runtime.vm import Vm, load_tvm_runtime, tvm_ffi
 
@@ -86,6 +88,7 @@ class Bundle:
         arrays = [device.put(array) for array in read_parameters(root, manifest)]
         used = entry_indices(manifest)
         self._parameters = {name: tvm_ffi.convert([arrays[i] for i in indices]) for name, indices in used.items()}
+        self.verifies = "verify" in used  # drafted tokens
         self.vm = Vm(member(root, library), threads, device)
         self._record: Record | None = None
         if isinstance(device, Gpu) and self.kind in GENERATING:
@@ -232,7 +235,8 @@ class Bundle:
             memory = encode_source(self.model, encode, source, source_mask, batch, self.device.put)
         elif source is not None or source_mask is not None:
             raise RequestError(f"{self.path}: holds a decoder, which reads no source; give it to step()")
-        return Session(self.model, self.limit, self.call, batch, capacity, memory, self.device, self._record)
+        verify = partial(self.call, entry="verify") if self.verifies else None
+        return Session(self.model, self.limit, self.call, batch, capacity, memory, self.device, self._record, verify)
 
     def generate(
         self,
@@ -244,6 +248,7 @@ class Bundle:
         top_p: float = 1.0,
         seed: int | None = None,
         stop: int | str | Iterable[int | str] = (),
+        speculate: str | None = None,
     ) -> Generation:
         """Continue a prompt; the result yields pieces of text as soon as they are certain.
 
@@ -258,16 +263,19 @@ class Bundle:
             top_p: sample among the fewest tokens whose probabilities reach top_p (nucleus sampling, arXiv:1904.09751).
             seed: makes sampling repeatable.
             stop: token ids and strings that end the text; they are not part of it.
+            speculate: "lookup", "recycle" or "auto" drafts tokens, and verifies several in a step where that is faster;
+                the text is the same.  "off" does not; None does as the bundle's recipe says.
         Raises:
-            RequestError: an argument out of range, or a prompt longer than the model's positions.
+            RequestError: an argument out of range, a prompt longer than the model's positions, or drafts where the
+                bundle has no kernels to verify them.
         """
         self._check_generates()
         ends, texts = stops_of(stop)
         ids = self._prompt_ids(prompt) if self._reads_tokens else []
-        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "stop": ends}
-        tokens = self.generate_ids(ids or prompt, max_tokens=max_tokens, **options)  # type: ignore[arg-type]
+        sampler, counts = checked_sampler(temperature, top_k, top_p, seed), speculation(self, speculate)
+        tokens = self.continued(ids or prompt, max_tokens, sampler, ends, counts)
         before = ids if self.kind == "decoder" else self.model["encoder_source"]["start_ids"]
-        return Generation(ids, tokens, TextStream(self.tokenizer, before), texts)
+        return Generation(ids, tokens, TextStream(self.tokenizer, before), texts, counts)
 
     def generate_ids(
         self,
@@ -279,18 +287,23 @@ class Bundle:
         top_p: float = 1.0,
         seed: int | None = None,
         stop: Iterable[int] = (),
+        speculate: str | None = None,
     ) -> Generator[int, None, str]:
         """Continue a prompt; yield token ids, up to a stop id or one of the model's end-of-sequence ids.
 
         Arguments and errors are those of :meth:`generate`; the generator's value is :attr:`Generation.finish_reason`.
         """
         self._check_generates()
-        max_tokens, top_k = whole("max_tokens", max_tokens, 0), whole("top_k", top_k, 0)
-        temperature, top_p = real("temperature", temperature), real("top_p", top_p, above=0, most=1)
-        seed = None if seed is None else whole("seed", seed, 0)
+        sampler, counts = checked_sampler(temperature, top_k, top_p, seed), speculation(self, speculate)
+        return self.continued(prompt, max_tokens, sampler, stops_of(stop)[0], counts)
+
+    def continued(
+        self, prompt: Prompt, max_tokens: int, sampler: Sampler, stop: list[int], counts: Speculation | None
+    ) -> Generator[int, None, str]:
+        """Yield as :meth:`generate_ids`, with a sampler, and with the counts of drafts where there are any."""
+        max_tokens, stops = whole("max_tokens", max_tokens, 0), dict.fromkeys(stop, "stop_sequence")
         if labels_frames(self.model):
-            stops = dict.fromkeys(stops_of(stop)[0], "stop_sequence")
-            return frame_tokens(self.model, self._run, prompt, max_tokens, temperature, stops)
+            return frame_tokens(self.model, self._run, prompt, max_tokens, sampler.temperature, stops)
         facts: dict[str, Any] | None = self.model["encoder_source"] if self.kind == "seq2seq" else None
         if facts is None:
             first, source = token_ids([self._prompt_ids(prompt)], self.model["vocab_size"]), None
@@ -298,16 +311,19 @@ class Bundle:
             first, source = np.array([facts["start_ids"]]), source_of_prompt(self.model, prompt, self._prompt_ids)
         session = self.session(1, first.shape[1] + min(max_tokens, 256), source)
         session.make_room(first.shape[1])
-        ends: dict[int, str] = dict.fromkeys(stops_of(stop)[0], "stop_sequence")
-        ends |= dict.fromkeys(self.model["eos_ids"], "eos_token")
-        generator = np.random.default_rng(seed)
+        ends = stops | dict.fromkeys(self.model["eos_ids"], "eos_token")
+        count = tokens_left(facts, max_tokens, self.limit + 1 - first.shape[1])  # nothing follows the last token
+        if counts is not None:
+            return self._drafts.tokens(session, first, sampler, ends, count, counts)
 
         def pick(logits: NDArray[np.float32], is_first: bool) -> int:
-            return choose(without(logits, facts, is_first), generator, temperature, top_k, top_p)
+            return sampler.pick(without(logits, facts, is_first))
 
-        # The last token needs no position: nothing follows it.
-        count = tokens_left(facts, max_tokens, self.limit + 1 - first.shape[1])
         return next_tokens(lambda step: session.step(step)[0, -1], first, pick, ends, count)
+
+    @cached_property
+    def _drafts(self) -> Drafts:
+        return Drafts(self.model["vocab_size"])
 
     @property
     def _reads_tokens(self) -> bool:
@@ -318,20 +334,7 @@ class Bundle:
             raise RequestError(f"{self.path}: holds a {self.kind}; only a decoder generates")
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            try:
-                ids = self.tokenizer.encode(prompt).ids
-            except (TypeError, UnicodeEncodeError) as error:
-                raise RequestError(f"the prompt cannot be written as UTF-8 ({error})") from error
-        else:
-            given: Any = prompt  # a path is an array of no whole numbers
-            ids = array("prompt", given)
-            if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-                raise RequestError(f"prompt: {ids.dtype} {list(ids.shape)}; give text, or token ids in a row")
-            ids = ids.tolist()
-        if not ids and self.model.get("bos_id") is None:
-            raise RequestError("the prompt is empty and the model has no beginning-of-sequence token; give a prompt")
-        return ids or [self.model["bos_id"]]
+        return prompt_ids(prompt, lambda text: self.tokenizer.encode(text).ids, self.model.get("bos_id"))
 
     def read_bandwidth(self, size_bytes: int = 256 << 20, repeats: int = 10) -> float:
         """Return the bytes per second at which the kernels' memory is read; the best of the repeats.

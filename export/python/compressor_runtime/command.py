@@ -10,6 +10,7 @@ from pathlib import Path
 
 from compressor_runtime.bundle import load
 from compressor_runtime.errors import BundleError
+from compressor_runtime.manifest import SPECULATIONS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,13 +26,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--top-k", type=int, default=0, help="sample among the k likeliest; 0 for no limit")
     parser.add_argument("--top-p", type=float, default=1.0, help="sample among the likeliest with this probability")
     parser.add_argument("--seed", type=int, help="makes sampling repeatable")
+    parser.add_argument(
+        "--speculate",
+        choices=("off", *SPECULATIONS),
+        help="draft tokens, and verify several in a step; the text is the same (default: as the bundle's recipe says)",
+    )
     parser.add_argument("--threads", type=int, help="worker threads (default: the physical cores available)")
     options = vars(parser.parse_args(arguments))
     try:
         bundle = load(options.pop("bundle"), threads=options.pop("threads"))
-        for piece in bundle.generate(options.pop("prompt"), **options):
+        pieces = bundle.generate(options.pop("prompt"), **options)
+        for piece in pieces:
             print(piece, end="", flush=True)
         print()
+        if pieces.speculation is not None:
+            print(pieces.speculation, file=sys.stderr)
     except BundleError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

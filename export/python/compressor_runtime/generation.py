@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from copy import deepcopy
 from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from compressor_runtime.arguments import real, whole
 from compressor_runtime.errors import BundleError
 
 
@@ -34,6 +36,38 @@ def choose(
     if top_p < 1:
         sums = sums[: int(np.searchsorted(sums, top_p * sums[-1])) + 1]
     return int(tokens[min(np.searchsorted(sums, generator.random() * sums[-1], side="right"), len(sums) - 1)])
+
+
+class Sampler:
+    """Choose token after token, with one draw of a random stream each; greedily, with none.
+
+    Args:
+        generator: the stream.
+        temperature, top_k, top_p: as of :func:`choose`.
+    """
+
+    def __init__(self, generator: np.random.Generator, temperature: float, top_k: int, top_p: float) -> None:
+        self.temperature = temperature
+        self._generator, self._options = generator, (temperature, top_k, top_p)
+
+    def pick(self, logits: NDArray[np.float32]) -> int:
+        """Return a token id from logits [V]."""
+        return choose(logits, self._generator, *self._options)
+
+    def ahead(self, count: int) -> NDArray[np.float64]:
+        """Return the uniform numbers [count] of the next draws, which stay to be drawn."""
+        return deepcopy(self._generator).random(count)
+
+
+def checked_sampler(temperature: float, top_k: int, top_p: float, seed: int | None) -> Sampler:
+    """Return a sampler for the arguments of :meth:`Bundle.generate`.
+
+    Raises:
+        RequestError: one is out of range.
+    """
+    generator = np.random.default_rng(None if seed is None else whole("seed", seed, 0))
+    temperature, top_k = real("temperature", temperature), whole("top_k", top_k, 0)
+    return Sampler(generator, temperature, top_k, real("top_p", top_p, above=0, most=1))
 
 
 def next_tokens(
@@ -99,9 +133,19 @@ class Generation(Iterator[str]):
         new_tokens: tokens that were computed so far; an end-of-sequence token, which has no text, is not counted.
         finish_reason: why it ended: "eos_token", "stop_sequence", or "length" where it has as many tokens as it may
             have or the model has no further position; None while it goes on.
+        speculation: counts and times of drafts, a :class:`~compressor_runtime.speculation.counts.Speculation`; None
+            without drafts.
     """
 
-    def __init__(self, prompt: Sequence[int], tokens: Generator[int, None, str], stream: TextStream, stops: list[str]):
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        tokens: Generator[int, None, str],
+        stream: TextStream,
+        stops: list[str],
+        speculation: Any = None,
+    ) -> None:
+        self.speculation = speculation
         self.prompt_tokens, self.new_tokens = len(prompt), 0
         self.finish_reason: str | None = None
         self._pieces = self._text(tokens, stream, stops)

@@ -18,6 +18,7 @@ MANIFEST, LIBRARY, WEIGHTS, TOKENIZER = "manifest.json", "model.so", "weights.sa
 TVM_RUNTIME, TVM_CUDA = "lib/libtvm_runtime.so", "lib/libtvm_runtime_cuda.so"
 LARGEST_HEADER_BYTES = 16 << 20  # of a manifest or a safetensors header: some 100,000 tensors
 GENERATING = ("decoder", "seq2seq")  # kinds of models that predict tokens from caches
+SPECULATIONS = ("lookup", "recycle", "auto")  # kinds of drafts
 DENSE_CACHE = "FP32"  # the format of keys and values that are not packed
 _MOST_LAYERS = 4096  # no model has more
 # Control characters as JSON has them, but the new line and the tab.
@@ -147,6 +148,7 @@ def checked_model(manifest: dict[str, Any]) -> dict[str, Any]:
         wrong += [] if _pair_fits(model) else ["pair"]
     if manifest["kind"] in GENERATING:
         wrong += [] if model["layers"] <= _MOST_LAYERS else ["layers"]
+        wrong += [] if model.get("speculate") in (None, *SPECULATIONS) else ["speculate"]
         wrong += [] if type(model.get("bos_id")) in (int, type(None)) else ["bos_id"]
         items(model, "eos_ids", int)
     if manifest["kind"] in GENERATING and not wrong:
@@ -161,12 +163,12 @@ def entry_indices(manifest: dict[str, Any]) -> dict[str, list[int]]:
     """Return, of each entry function of the kernels, the indices of its parameters; most bundles have ``main`` alone.
 
     Raises:
-        DamagedBundleError: ``main`` is missing, an encoder-decoder's ``encode`` is, what embeds texts is (``text``), or
-            an index is out of range.
+        DamagedBundleError: ``main`` is missing, an encoder-decoder's ``encode`` is, what embeds texts is (``text``), a
+            decoder has another second entry than ``verify``, or an index is out of range.
     """
     count = len(items(manifest, "parameters", str))
-    second = "encode" if manifest["kind"] == "seq2seq" else "text" if "pair" in manifest["model"] else ""
-    if not second:
+    second = "encode" if manifest["kind"] == "seq2seq" else "text" if "pair" in manifest["model"] else "verify"
+    if second == "verify" and (manifest["kind"] != "decoder" or "entries" not in manifest):
         return {"main": list(range(count))}
     entries = field(manifest, "entries", dict)
     found = {name: items(entries, name, int) for name in ("main", second)}

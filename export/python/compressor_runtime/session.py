@@ -1,19 +1,23 @@
-"""A decoder's keys, values and states, and the step that appends tokens to them."""
+"""A decoder's keys, values and states, the step that appends tokens to them, and the verification of drafted ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from compressor_runtime.arguments import array, token_ids, whole
+from compressor_runtime.arguments import array, indices, token_ids, token_trees, whole
 from compressor_runtime.device.gpu import Gpu
 from compressor_runtime.device.host import Host
 from compressor_runtime.device.recorded import Record, RecordedStep
 from compressor_runtime.errors import RequestError
 from compressor_runtime.manifest import DENSE_CACHE
+
+DEEPEST = 64
+"""Tokens of the longest path through a tree that kernels follow."""
+_NEEDS = "; compress the model with `speculate: auto` in its recipe"
 
 
 class Session:
@@ -29,12 +33,15 @@ class Session:
         memory: Sequence[Any] = (),  # of an encoder-decoder: what its steps read of the source
         device: Host | Gpu | None = None,
         record: Record | None = None,
+        verify: Callable[..., Any] | None = None,  # the entry for drafted tokens, where the bundle has one
     ) -> None:
         self._model, self._limit, self._call, self._memory = model, limit, call, tuple(memory)
         self._device, self._record = device or Host(), record
         self._recorded: RecordedStep | None = None
         self._steps_of_one = 0  # tokens that were a step each; the first is not recorded: there may be no second
-        self._batch, self._capacity, self._position, self._stored = whole("batch", batch, 1), 0, 0, 0
+        self._verify, self._batch, self._capacity = verify, whole("batch", batch, 1), 0
+        self._lengths, self._stored = (np.zeros(self._batch, np.int64) for _ in range(2))  # of each sequence
+        self._drafts: tuple[NDArray[np.int64], ...] | None = None  # parents, sequences and rows that may be accepted
         self._caches: list[Any] = []  # keys of every layer, then values: f32 [B, Hkv, T, D], or u8 of a row's bytes
         self._states: list[Any] = []  # of recurrent layers, f32 [B, ...]; kernels write them
         self._check_memory(model.get("state_bytes", 0) * self._batch, f"{self._batch} sequences")
@@ -43,7 +50,7 @@ class Session:
 
     @property
     def batch(self) -> int:
-        """Sequences, of as many tokens each."""
+        """Sequences; those of a step have as many tokens each."""
         return self._batch
 
     @property
@@ -60,22 +67,48 @@ class Session:
         has any goes back to 0 only, and forgets all.
 
         Raises:
-            RequestError: not a whole number from 0 to the tokens stored, or between them where there are states.
+            RequestError: not a whole number from 0 to the tokens stored, or between them where there are states; or
+                asked of sequences of different lengths, which :attr:`lengths` tells.
         """
-        return self._position
+        if self._is_ragged:
+            raise RequestError(f"position: the sequences have different lengths, {self.lengths}; see `lengths`")
+        return int(self._lengths[0])
 
     @position.setter
-    def position(self, value: int) -> None:  # kernels write keys and values at this row, unchecked
-        position = whole("position", value, 0, self._stored)
-        if self._states and position not in (0, self._position):
-            raise RequestError(
-                f"position={position}: the model's recurrent layers keep no state but that of token {self._position}; "
-                "give 0 to begin again"
-            )
-        if self._states and position == 0:
-            self._stored = 0
+    def position(self, value: int) -> None:
+        self.lengths = [whole("position", value, 0, int(np.min(self._stored)))] * self._batch
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence that its next one comes after; they may be set as :attr:`position` may.
+
+        Raises:
+            RequestError: not a whole number for each sequence, from 0 to its tokens stored; where there are states, not
+                the one there is, or 0 for all.
+        """
+        found: list[int] = self._lengths.tolist()
+        return found
+
+    @lengths.setter
+    def lengths(self, values: Sequence[int]) -> None:  # kernels write keys and values at these rows, unchecked
+        given = array("lengths", values)
+        if given.shape != (self._batch,):
+            raise RequestError(f"lengths: {list(given.shape)}; give one for each of the {self._batch} sequences")
+        wanted = [whole("lengths", n, 0, int(most)) for n, most in zip(given.tolist(), self._stored, strict=True)]
+        if self._states and wanted != self.lengths:
+            if any(wanted):
+                raise RequestError(
+                    f"position={wanted[0]}: the model's recurrent layers keep no state but that of token "
+                    f"{self._lengths[0]}; give 0 to begin again"
+                )
+            self._stored[:] = 0
             self._forget_states()
-        self._position = position
+        self._lengths[:] = wanted
+        self._drafts = None
+
+    @property
+    def _is_ragged(self) -> bool:
+        return bool((self._lengths != self._lengths[0]).any())
 
     def step(self, ids: ArrayLike, keep: ArrayLike | None = None) -> NDArray[np.float32]:
         """Append tokens.
@@ -86,7 +119,8 @@ class Session:
         Returns:
             logits float32 [B, R, V].
         Raises:
-            RequestError: ids out of range, another batch, or more tokens than the model has positions.
+            RequestError: ids out of range, another batch, or more tokens than the model has positions; or several
+                tokens behind sequences of different lengths, which take one each.
         """
         tokens = token_ids(ids, self._model["vocab_size"])
         count = tokens.shape[1]
@@ -97,21 +131,113 @@ class Session:
                 f"ids {list(tokens.shape)}, keep {rows.tolist()}: the session's batch is {self._batch}, and keep must "
                 "list indices of these tokens"
             )
+        if self._is_ragged and (count > 1 or self._verify is None):
+            raise RequestError(
+                f"ids {list(tokens.shape)}: the sequences have different lengths, {self.lengths}; a step takes one "
+                f"token of each, and verify() several{_NEEDS if self._verify is None else ''}"
+            )
         self.make_room(count)
-        logits = self._logits(tokens, rows)
-        self._position += count
-        self._stored = self._position
+        self._drafts = None
+        if self._is_ragged:
+            every, places = np.arange(self._batch), self._lengths.copy()
+            logits = self._verified(tokens[:, 0], places, every, np.full_like(every, -1), every, places)[:, None]
+            logits = logits[:, rows]
+        else:
+            logits = self._logits(tokens, rows)
+        self._lengths += count
+        self._stored[:] = self._lengths
         return logits
+
+    def verify(
+        self, ids: ArrayLike, parent: ArrayLike, slot: ArrayLike | None = None, keep: ArrayLike | None = None
+    ) -> NDArray[np.float32]:
+        """Compute what comes after each of several drafted tokens, and append none of them; :meth:`accept` does.
+
+        The tokens of a sequence form trees behind what it has stored.  A token sees these, and its own ancestors.
+
+        Args:
+            ids: whole numbers [T].
+            parent: whole numbers [T]: the index of the token before it, which is smaller, or -1 for the stored ones.
+            slot: whole numbers [T]: the sequence of each; None where there is one.
+            keep: indices [R] of the tokens whose logits are wanted; None for all.
+        Returns:
+            logits float32 [R, V].
+        Raises:
+            RequestError: the bundle has no such entry, the tokens are out of range or no trees, a path is longer than
+                64 tokens, or the model has too few positions.
+        """
+        if isinstance(self._device, Gpu):
+            raise RequestError("verify: kernels for GPUs verify no drafted tokens; take the target x86")
+        if self._verify is None:
+            raise RequestError(f"verify: the bundle has no entry for drafted tokens{_NEEDS}")
+        tokens, parents, slots, depth, order = token_trees(ids, parent, slot, self._model["vocab_size"], self._batch)
+        rows = np.arange(len(tokens)) if keep is None else indices("keep", keep, len(tokens))
+        if depth.max() >= DEEPEST:
+            raise RequestError(f"parent: a path of {depth.max() + 1} tokens; give at most {DEEPEST} at once")
+        position, row = self._lengths[slots] + depth, self._lengths[slots] + order
+        if position.max() >= self._limit:
+            raise RequestError(
+                f"{depth.max() + 1} tokens after {self.lengths} others: the model ends at {self._limit} positions; "
+                "draft fewer tokens"
+            )
+        if row.max() >= self._capacity:
+            self._resize(max(int(row.max()) + 1, 2 * self._capacity))
+        self._drafts = None
+        logits = self._verified(tokens, position, rows, parents, slots, row)
+        self._stored[slots] = self._lengths[slots]
+        self._drafts = (parents, slots, row)
+        return logits
+
+    def accept(self, path_by_slot: Mapping[int, Sequence[int]]) -> None:
+        """Append drafted tokens of the last :meth:`verify`, and forget the others.
+
+        Args:
+            path_by_slot: sequence -> indices of the tokens that it keeps: one without a parent, its child, and so on;
+                may be empty.  A sequence that is left out keeps none.
+        Raises:
+            RequestError: nothing was verified since the last step, or these are not such paths.
+        """
+        if self._drafts is None:
+            raise RequestError("accept: no drafted tokens: nothing was verified since tokens were last appended")
+        parents, slots, row = self._drafts
+        if not isinstance(path_by_slot, Mapping):
+            raise RequestError(f"accept: {path_by_slot!r:.100}; give the tokens of each sequence by its number")
+        kept: dict[int, NDArray[np.int64]] = {}
+        for slot, path in path_by_slot.items():
+            sequence, tokens = whole("slot", slot, 0, self._batch - 1), array("path", path)
+            found = indices("path", tokens, len(row)) if tokens.size else np.zeros(0, np.int64)
+            if not np.array_equal(parents[found], [-1, *found[:-1]][: len(found)]) or (slots[found] != sequence).any():
+                raise RequestError(
+                    f"path: {found.tolist()!r:.100}; give tokens of sequence {sequence}, the first without a parent "
+                    "and each the parent of the next"
+                )
+            kept[sequence] = found
+        for sequence, found in kept.items():
+            places = self._lengths[sequence] + np.arange(len(found))
+            moved = row[found] != places
+            assert isinstance(self._device, Host)
+            for cache in self._caches if moved.any() else ():
+                self._device.move_rows(cache, sequence, row[found][moved], places[moved])
+            self._lengths[sequence] += len(found)
+            self._stored[sequence] = self._lengths[sequence]
+        self._drafts = None
+
+    def _verified(self, ids: NDArray[Any], position: Any, keep: Any, *places: Any) -> NDArray[np.float32]:
+        """Call the entry for drafted tokens; return logits [R, V]."""
+        assert self._verify is not None
+        inputs = (self._device.put(np.ascontiguousarray(x)) for x in (ids[None], position, keep, *places))
+        logits: NDArray[np.float32] = self._verify(*inputs, *self._caches)
+        return logits[0]
 
     def _logits(self, tokens: NDArray[np.int64], rows: NDArray[Any]) -> NDArray[np.float32]:
         kept = (*self._caches, *self._states, *self._memory)
         if self._record is not None and tokens.shape[1] == len(rows) == 1 and not self._states:
             if self._steps_of_one and self._recorded is None:
-                self._recorded = self._record(tokens, self._position, kept)
+                self._recorded = self._record(tokens, self.position, kept)
             self._steps_of_one += 1
             if self._recorded is not None:
-                return self._recorded(tokens, self._position)
-        inputs = (tokens, np.arange(self._position, self._position + tokens.shape[1]), rows.astype(np.int64))
+                return self._recorded(tokens, self.position)
+        inputs = (tokens, np.arange(self.position, self.position + tokens.shape[1]), rows.astype(np.int64))
         logits: NDArray[np.float32] = self._call(*(self._device.put(x) for x in inputs), *kept)
         return logits
 
@@ -122,10 +248,11 @@ class Session:
             RequestError: the model has too few positions, or the machine too little memory.
         """
         count = whole("count", count, 0)
-        needed = self._position + count
+        longest = int(self._lengths.max())
+        needed = longest + count
         if needed > self._limit:
             raise RequestError(
-                f"{count} tokens after {self._position} others: the model ends at {self._limit} positions; "
+                f"{count} tokens after {longest} others: the model ends at {self._limit} positions; "
                 "give fewer tokens, or start a new session"
             )
         if needed > self._capacity:
@@ -143,7 +270,7 @@ class Session:
         shape = (self._batch, model["kv_heads"], capacity, row_bytes // dtype.itemsize)
         for index in range(2 * model["layers"]):
             if self._caches:
-                caches.append(self._device.grown(self._caches[index], shape, dtype, self._stored))
+                caches.append(self._device.grown(self._caches[index], shape, dtype, int(np.max(self._stored))))
                 self._caches[index] = None  # at most one layer is held twice
             else:
                 caches.append(self._device.zeros(shape, dtype))

@@ -18,19 +18,19 @@ from typing import Any, cast
 import tvm
 from tvm.script import tirx as T
 
-from compressor.codegen.isa import Isa
+from compressor.codegen.isa import INDEPENDENT_ROWS, Isa
 from compressor.codegen.kernels import amx
 from compressor.codegen.kernels.amx import SIDE
 from compressor.codegen.kernels.linear import bit_planes, expand, prompts
 from compressor.codegen.kernels.linear import tiles as amx_tiles
 from compressor.codegen.kernels.linear.bit_planes import PlaneProducts
+from compressor.codegen.kernels.linear.blocks import FewRows, vector_block
 from compressor.codegen.kernels.linear.preparation import Prepared, preparation
 from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.prologue import Prologue, declare_inputs
-from compressor.codegen.kernels.linear.squeeze import ROOM, KeptProducts, list_kept, list_room, one_token, squeezing
+from compressor.codegen.kernels.linear.squeeze import ROOM, KeptProducts, list_kept, list_room, one_token
 from compressor.codegen.kernels.linear.tiles import TOKENS, Buffers, TileProducts
 from compressor.codegen.kernels.linear.weights import Weights, by_token
-from compressor.codegen.kernels.vector import registers
 from compressor.formats.activations import Activations
 from compressor.formats.extras import ColumnBlocks, KeptOfGroup, OutlierFeatures, Outliers, SingleZeros, SkippedInputs
 from compressor.formats.format import Format
@@ -152,6 +152,11 @@ class Shape:
         return cls(body, given, weights, tiles, schedule, columns, kept, is_tiled, is_final, width, round_to, step)
 
     @property
+    def is_exact(self) -> bool:
+        """Whether AMX multiplies integers: its sums are those of vectors, and few rows take its tiles as well."""
+        return self.is_tiled and self.body.integer
+
+    @property
     def kind(self) -> str:
         """Type of sums."""
         return "int32" if self.body.integer else "float32"
@@ -185,6 +190,8 @@ def fused_linear(
     store = store_outputs(shape)
     block, by_tiles = vector_block(shape, store), tile_block(shape, store)
     turns, single = not (shape.is_tiled or prompts.supports(fmt, isa)), one_token(shape, store, block)
+    of_few = FewRows(shape, block)
+    few = of_few.loop()
 
     @T.inline
     def by_vectors(at, tokens, _turned):
@@ -193,7 +200,26 @@ def fused_linear(
             for j in range((tokens + (step - 1)) // step):
                 block(at, tokens, weight, first, schedule.gemm_tiles, j * step, step)
 
-    many: Any = prompts.prompt_products(weights, shape, store, by_vectors) if turns else by_vectors
+    @T.inline
+    def by_amx(at, tokens, _turned):
+        # A thread goes through the weights with one block of tokens, which stays in its second-level cache.
+        steps = T.meta_var(weights.steps(schedule.gemm_tiles))
+        for task in T.parallel((tokens + (step - 1)) // step * steps):
+            weight, first = T.meta_var(weights.of_task(task % steps, schedule.gemm_tiles))
+            by_tiles(at, tokens, weight, first, task // steps * step)
+
+    many: Any = by_amx if shape.is_tiled else by_vectors
+    if turns:
+        many = prompts.prompt_products(weights, shape, store, few)
+
+    @T.inline
+    def several(at, tokens, turned):
+        if shape.is_exact or turns:
+            many(at, tokens, turned)
+        elif tokens <= INDEPENDENT_ROWS:
+            few(at, tokens, turned)
+        else:
+            many(at, tokens, turned)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel() -> None:
@@ -202,7 +228,8 @@ def fused_linear(
         given, of_norm = T.meta_var(declare_inputs(prologue, columns, d0, d1))
         weights.declare(d0, d1)
         tokens = T.meta_var(d0 * d1)
-        filled = T.meta_var((tokens + (round_to - 1)) // round_to * round_to + (prompts.BLOCK if turns else 0))
+        spare = T.meta_var(prompts.BLOCK if turns else of_few.spare)  # that are read behind the last, and not stored
+        filled = T.meta_var((tokens + (round_to - 1)) // round_to * round_to + spare)
         slots = T.meta_var(T.if_then_else(tokens == 1, T.int64(1), filled))
         read = T.meta_var([by_token(buffer) for buffer in given])
         a = T.alloc_buffer((slots, width), "int8" if integer else "float32")  # activations, columns filled up
@@ -224,14 +251,7 @@ def fused_linear(
         else:
             for m in T.parallel(tokens):
                 prepare(at, m)
-            blocks, steps = T.meta_var(((tokens + (step - 1)) // step, weights.steps(schedule.gemm_tiles)))
-            if shape.is_tiled:
-                # A thread goes through the weights with one block of tokens, which stays in its second-level cache.
-                for task in T.parallel(blocks * steps):
-                    weight, first = T.meta_var(weights.of_task(task % steps, schedule.gemm_tiles))
-                    by_tiles(at, tokens, weight, first, task // steps * step)
-            else:
-                many(at, tokens, turned)
+            several(at, tokens, turned)
 
     return kernel
 
@@ -242,15 +262,16 @@ def store_outputs(shape: Shape) -> Any:
     fmt, by_group = body.fmt, body.act_groups > 1
     every = T.ramp(0, 1, 16)
 
+    has_floats = fmt.outlier_features > 0 or weights.has_outliers
+
     @T.inline
-    def add_floats(at, weight, out, tile, token, t, n):
-        if not by_group:
-            out[t, n, every] = out[t, n, every] * T.broadcast(at.factor[token, 0], TILE_ROWS)
+    def add_floats(at, weight, floats, tile, token):
+        floats[every] = T.broadcast(T.float32(0), TILE_ROWS)
         if fmt.outlier_features > 0:
             for k in range(fmt.outlier_features):
                 single = T.meta_var(T.broadcast(at.inputs[0][token, weight.parts["float_columns"][k]], TILE_ROWS))
                 value = T.meta_var(T.Cast("float32x16", weight.parts["float_values"][tile, k, every]))
-                out[t, n, every] = out[t, n, every] + value * single
+                floats[every] = floats[every] + value * single
         if weights.has_outliers:
             starts = T.meta_var(weight.parts["outlier_starts"])
             for r in range(TILE_ROWS):
@@ -258,63 +279,27 @@ def store_outputs(shape: Shape) -> Any:
                 for k in range(starts[tile * TILE_ROWS + r + 1] - begin):
                     column = T.meta_var(T.Cast("int32", weight.parts["outlier_columns"][begin + k]))
                     value = T.meta_var(T.Cast("float32", weight.parts["outlier_values"][begin + k]))
-                    out[t, n, r] = out[t, n, r] + value * at.inputs[0][token, column]
+                    floats[r] = floats[r] + value * at.inputs[0][token, column]
 
     @T.inline
     def store(at, weight, out, tile, token, t, n):
-        add_floats(at, weight, out, tile, token, t, n)
-        if weights.is_ragged:
+        floats = T.meta_var(T.alloc_buffer((TILE_ROWS,), "float32") if has_floats else None)
+        factor = T.meta_var(None if by_group else at.factor[token, 0])
+        if has_floats:
+            add_floats(at, weight, floats, tile, token)
+        whole = T.meta_var(floats[every] if has_floats else None)
+        broad = T.meta_var(None if by_group else T.broadcast(factor, TILE_ROWS))
+        place = T.meta_var(T.ramp(tile * TILE_ROWS, 1, TILE_ROWS))
+        if T.bool(not weights.is_ragged) or tile * TILE_ROWS + TILE_ROWS <= weight.rows:
+            weight.y[token, place] = weight.finish(out[t, n, every], token, place, broad, whole)
+        else:
             for r in range(TILE_ROWS):
                 row = T.meta_var(tile * TILE_ROWS + r)
                 if row < weight.rows:
-                    weight.y[token, row] = weight.finish(out[t, n, r], token, row)
-        else:
-            place = T.meta_var(T.ramp(tile * TILE_ROWS, 1, TILE_ROWS))
-            weight.y[token, place] = weight.finish(out[t, n, every], token, place)
+                    single = T.meta_var(floats[r] if has_floats else None)
+                    weight.y[token, row] = weight.finish(out[t, n, r], token, row, factor, single)
 
     return store
-
-
-def vector_block(shape: Shape, store: Any) -> Any:
-    """Make a macro that computes some tiles of a weight for some tokens, by vector instructions."""
-    body = shape.body
-    groups, chunks, by_group = body.groups, body.chunks, body.act_groups > 1
-    gathers, kept = body is not shape.given, body.chunks * body.fmt.chunk_columns
-    squeeze = squeezing(body, shape.columns, shape.kept, body.isa) if isinstance(body, KeptProducts) else None
-    kind = "int8" if body.integer else "float32"
-
-    @T.inline
-    def block(at, tokens, weight, first, n_tiles, m0, n_tokens):
-        codes, scales, zeros, codebook = T.meta_var(
-            [weight.parts.get(name) for name in ("codes", "scales", "zeros", "codebook")]
-        )
-        sizes = T.meta_var((n_tokens, n_tiles, TILE_ROWS))
-        partial = T.meta_var((body.accumulators * n_tiles, TILE_ROWS))
-        acc = T.meta_var(registers(n_tokens, partial, shape.kind))
-        out = T.alloc_buffer(sizes, "float32")
-        values = T.alloc_buffer((4, TILE_ROWS), "float32")  # of four columns
-        table = T.alloc_buffer((n_tiles, body.table_size, TILE_ROWS), "float32")  # of a group
-        factor = T.meta_var(at.factor if by_group else None)
-        # Of this block alone where its tiles gather what they keep.
-        a = T.meta_var(T.alloc_buffer((n_tokens, n_tiles, kept + ROOM), kind) if gathers else at.planes)
-        sums = T.meta_var(T.alloc_buffer((n_tokens, n_tiles, groups), shape.kind) if gathers else at.sums)
-        m = T.meta_var(T.int64(0) if gathers else m0)
-        if gathers:
-            squeeze(a, sums, at.a, weight.parts, first, m0, n_tokens, n_tiles)  # type: ignore[misc]
-        body.clear(out, n_tokens, n_tiles)
-        for g in range(groups):
-            body.start_group(acc, sums, zeros, first, m, g, n_tokens, n_tiles)
-            body.load_table(table, codebook, first, g, n_tiles)
-            for c in range(T.min(body.group_chunks, chunks - g * body.group_chunks)):
-                chunk = T.meta_var(g * body.group_chunks + c)
-                body.add_chunk(acc, a, codes, values, table, first, m, chunk, n_tokens, n_tiles)
-            body.end_group(out, acc, sums, scales, factor, first, m, g, n_tokens, n_tiles)
-        for t in T.unroll(n_tokens):
-            if m0 + t < tokens:
-                for n in T.unroll(n_tiles):
-                    store(at, weight, out, first + n, m0 + t, t, n)
-
-    return block
 
 
 def tile_block(shape: Shape, store: Any) -> Any:

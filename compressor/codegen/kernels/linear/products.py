@@ -13,6 +13,7 @@ from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.codes import code_quad, code_values, dot4, scale_values
+from compressor.codegen.kernels.vector import splat_float
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
@@ -59,8 +60,8 @@ class Products:
         return T.int32(int(value)) if self.integer else T.float32(value)
 
     def clear(self, out: Any, n_tokens: int, n_tiles: int) -> None:
-        """Set the outputs to zero."""
-        for t, n, at in self.lanes(n_tokens, n_tiles):
+        """Set the outputs to zero, unless the only group sets them."""
+        for t, n, at in self.lanes(n_tokens if self.groups > 1 else 0, n_tiles):
             T.buffer_store(out, T.broadcast(T.float32(0), self.isa.lanes), [t, n, at])
 
     def start_group(
@@ -128,14 +129,14 @@ class Products:
             if scales is not None:
                 scale = scale_values(self.of_rows(scales, first + n, g, at), self.fmt, self.isa.lanes)
             value = self.scaled(acc[t][n, at], scale, sums, factor, m0 + t, g)
-            T.buffer_store(out, out[t, n, at] + value, [t, n, at])
+            T.buffer_store(out, value if self.groups == 1 else out[t, n, at] + value, [t, n, at])
 
     def scaled(self, total: Any, scale: Any, sums: Any, factor: Any, m: Any, g: Any) -> Any:
         """Scale a group's sums for a token, as float32."""
         lanes = self.isa.lanes
         value = T.Cast(f"float32x{lanes}", total) if self.integer else total
         if self.half:
-            value = value - T.broadcast(T.Cast("float32", sums[m, g]) * T.float32(self.half), lanes)
+            value = value + T.broadcast(T.Cast("float32", sums[m, g]), lanes) * splat_float(-self.half, lanes)
         if scale is None:
             return value
         if factor is not None:

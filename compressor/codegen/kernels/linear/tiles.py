@@ -331,11 +331,12 @@ class TileProducts:
                 factor = at.factor if self.body.act_groups > 1 else None  # one a token comes last
                 value = self.body.scaled(total, at.scale[n, every], at.act_sums, factor, m, g)
                 if not self.is_final:
-                    T.buffer_store(at.out, at.out[place + r, n, every] + value, [place + r, n, every])
+                    before = [place + r, n, every]
+                    T.buffer_store(at.out, value if self.body.groups == 1 else at.out[tuple(before)] + value, before)
                     continue
-                value = value * T.broadcast(at.factor[m, 0], _LANES)
                 across = T.ramp((first + n) * SIDE, 1, _LANES)
-                T.buffer_store(at.weight.y, at.weight.finish(value, m, across), [m, across])
+                whole = at.weight.finish(value, m, across, T.broadcast(at.factor[m, 0], _LANES))
+                T.buffer_store(at.weight.y, whole, [m, across])
 
 
 def _no_table(_level: int) -> Any:

@@ -30,8 +30,16 @@ class Weight:
     residual: Any  # float32 [tokens, rows], added to the outputs
     y: Any  # float32 [tokens, rows]
 
-    def finish(self, value: Any, token: Any, at: Any) -> Any:
-        """Add the bias and the residual to the outputs of rows ``at``."""
+    def finish(self, value: Any, token: Any, at: Any, factor: Any = None, floats: Any = None) -> Any:
+        """Multiply the outputs of rows ``at`` by a factor, and add what the weight's floats give, bias and residual.
+
+        It is one expression, so that a factor and what is added first are one instruction for any number of tokens
+        (:mod:`compressor.codegen.kernels.vector`).
+        """
+        if factor is not None:
+            value = value * factor
+        if floats is not None:
+            value = value + floats
         if self.bias is not None:
             value = value + self.bias[at]
         return value if self.residual is None else value + self.residual[token, at]

@@ -135,18 +135,18 @@ def store(panel: Panel, weight: Weight, p: Any, first: Any, units: int, m0: Any,
     with T.serial(0, tokens) as t, T.serial(0, units) as unit:
         for v in range(panel.unit_vectors):
             row, vector = p * panel.rows + panel.first_row(first + unit, v), unit * panel.unit_vectors + v
-            whole = totals[t, vector, every]
-            if panel.groups == 1:  # in one expression with the bias, which is one instruction everywhere or nowhere
-                whole = whole * _scales(panel, weight, 0, row)
+            whole, factor = totals[t, vector, every], None
+            if panel.groups == 1:
+                factor = _scales(panel, weight, 0, row)
             with T.If(row + lanes <= weight.rows):
                 with T.Then():
                     place = T.ramp(row, 1, lanes)
-                    T.buffer_store(weight.y, weight.finish(whole, m0 + t, place), [m0 + t, place])
+                    T.buffer_store(weight.y, weight.finish(whole, m0 + t, place, factor), [m0 + t, place])
                 with T.Else(), T.serial(0, lanes) as e, T.If(row + e < weight.rows), T.Then():
-                    one = totals[t, vector, e]
+                    one, single = totals[t, vector, e], None
                     if panel.groups == 1:
-                        one = one * T.Cast("float32", _stored(weight, 0, row, row % TILE_ROWS + e))
-                    T.buffer_store(weight.y, weight.finish(one, m0 + t, row + e), [m0 + t, row + e])
+                        single = T.Cast("float32", _stored(weight, 0, row, row % TILE_ROWS + e))
+                    T.buffer_store(weight.y, weight.finish(one, m0 + t, row + e, single), [m0 + t, row + e])
 
 
 def _scales(panel: Panel, weight: Weight, g: Any, row: Any) -> Any:

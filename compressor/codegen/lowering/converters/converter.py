@@ -16,9 +16,11 @@ from compressor.codegen.lowering.converters.kept import KeptConverter
 from compressor.codegen.lowering.converters.plain import CONVERTERS
 from compressor.codegen.lowering.converters.recurrences import RecurrenceConverter
 from compressor.codegen.lowering.convolutions import fused_convolution
+from compressor.codegen.lowering.kernel_set import Maker
 from compressor.errors import VerificationError
 from compressor.formats.cache import CacheFormat
 from compressor.formats.format import Format
+from compressor.graph.kinds.token_trees import TREES
 from compressor.graph.matching import shape_of
 
 _ATEN = torch.ops.aten
@@ -45,6 +47,8 @@ class Converter(ExpertConverter, RecurrenceConverter, KeptConverter):
             "cached_attention.default": self._cached_attention,
             "pack_cache.default": self._pack_cache,
             "packed_attention.default": self._packed_attention,
+            "tree_attention.default": self._cached_attention,
+            "packed_tree_attention.default": self._packed_attention,
             "masked_attention.default": self._masked_attention,
             "embedding.default": self._embedding,
             "packed_embedding.default": self._packed_embedding,
@@ -75,12 +79,11 @@ class Converter(ExpertConverter, RecurrenceConverter, KeptConverter):
         return self.rowwise(importer, name, make, x, [weight, *([bias] if has_bias else [])], width)
 
     def _cached_attention(self, node: fx.Node, importer: Any) -> Any:
-        q, k, v, k_cache, v_cache, position, scale, window, softcap, sinks, chunk, slopes, biases = _filled(
-            importer.retrieve_args(node), 10, (0, None, None)
-        )
-        heads, width = int(q.ty.shape[1]), int(q.ty.shape[3])
-        shape = (heads, int(k.ty.shape[1]), width, float(scale), int(window), float(softcap))
-        name = f"cached_attention_{'_'.join(f'{n:g}' for n in shape)}".replace("-", "m").replace(".", "p")
+        given, (scale, window, softcap, sinks, *more) = _after_places(node, importer.retrieve_args(node))
+        chunk, slopes, biases = _filled(more, 0, (0, None, None))
+        family, make_kernel = self._family(node, "cached_attention", "tree_attention")
+        shape = (*_heads(given), float(scale), int(window), float(softcap))
+        name = f"{family}_{'_'.join(f'{n:g}' for n in shape)}".replace("-", "m").replace(".", "p")
         name += f"{'' if sinks is None else '_sinks'}{f'_chunk{chunk}' if chunk else ''}"
         name += "" if slopes is None else "_slopes"
         distances = 0
@@ -90,10 +93,10 @@ class Converter(ExpertConverter, RecurrenceConverter, KeptConverter):
             name += f"_distances{distances}"
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
-            func = self.kernels.cached_attention(*shape, sinks is not None, int(chunk), slopes is not None, distances)
-            return func, {"family": "cached_attention"}
+            func = make_kernel(*shape, sinks is not None, int(chunk), slopes is not None, distances)
+            return func, {"family": family}
 
-        args = [q, k, v, k_cache, v_cache, position, *(part for part in (sinks, slopes, biases) if part is not None)]
+        args = [*given, *(part for part in (sinks, slopes, biases) if part is not None)]
         return _call_attention(importer, self.kernel(importer, name, make), args)
 
     def _pack_cache(self, node: fx.Node, importer: Any) -> Any:
@@ -110,21 +113,25 @@ class Converter(ExpertConverter, RecurrenceConverter, KeptConverter):
         return importer.block_builder.emit(relax.call_tir(self.kernel(importer, name, make), args, out_ty=out))
 
     def _packed_attention(self, node: fx.Node, importer: Any) -> Any:
-        q, k, v, k_cache, v_cache, position, scale, window, softcap, sinks, *orders, fmt_name = importer.retrieve_args(
-            node
-        )
+        given, (scale, window, softcap, sinks, *orders, fmt_name) = _after_places(node, importer.retrieve_args(node))
         fmt, has_sinks, permuted = CacheFormat.parse(fmt_name), sinks is not None, orders[0] is not None
-        heads, width = int(q.ty.shape[1]), int(q.ty.shape[3])
-        shape = (heads, int(k.ty.shape[1]), width, float(scale), int(window), float(softcap))
-        name = f"packed_attention_{'_'.join(f'{n:g}' for n in shape)}".replace("-", "m").replace(".", "p")
+        family, make_kernel = self._family(node, "packed_attention", "packed_tree_attention")
+        shape = (*_heads(given), float(scale), int(window), float(softcap))
+        name = f"{family}_{'_'.join(f'{n:g}' for n in shape)}".replace("-", "m").replace(".", "p")
         name += f"_{fmt.name}{'_sinks' if has_sinks else ''}{'_permuted' if permuted else ''}"
 
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
-            details = {"family": "packed_attention", "cache_format": fmt.name}
-            return self.kernels.packed_attention(*shape, has_sinks, fmt, permuted), details
+            return make_kernel(*shape, has_sinks, fmt, permuted), {"family": family, "cache_format": fmt.name}
 
-        args = [q, k, v, k_cache, v_cache, position, *(part for part in (sinks, *orders) if part is not None)]
+        args = [*given, *(part for part in (sinks, *orders) if part is not None)]
         return _call_attention(importer, self.kernel(importer, name, make), args)
+
+    def _family(self, node: fx.Node, one: str, trees: str) -> tuple[str, Maker]:
+        """Return the name and the maker of a kernel of attention over caches: of a step, or of tokens in trees."""
+        family = trees if node.target in TREES.values() else one
+        if (make := getattr(self.kernels, family)) is None:
+            raise VerificationError(f"{node.name}: no kernel of {family} for {self.isa.name}; leave `speculate` out")
+        return family, make
 
     def _masked_attention(self, node: fx.Node, importer: Any) -> Any:
         q, k, v, mask, scale, window, bias, softcap = _filled(importer.retrieve_args(node), 5, (0, None, 0.0))
@@ -206,6 +213,18 @@ def _look_up(importer: Any, kernel: Any, ids: Any, width: int, operands: list[An
 def _filled(given: Sequence[Any], required: int, defaults: tuple[Any, ...]) -> list[Any]:
     """Return an operator's arguments, the defaults in place of those that the graph leaves out."""
     return [*given, *defaults[len(given) - required :]]
+
+
+def _after_places(node: fx.Node, given: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
+    """Return the tensors of attention over caches up to the places of its tokens, and the arguments behind them."""
+    count = 9 if node.target in TREES.values() else 6
+    return list(given[:count]), given[count:]
+
+
+def _heads(given: Sequence[Any]) -> tuple[int, int, int]:
+    """Return the heads of queries and of keys and values, and a head's width."""
+    q, k = (tensor.ty.shape for tensor in given[:2])
+    return int(q[1]), int(k[1]), int(q[3])
 
 
 def _is_own(size: Any) -> bool:

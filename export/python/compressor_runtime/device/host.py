@@ -49,6 +49,11 @@ class Host:
         larger[:, :, :stored] = np.from_dlpack(cache)[:, :, :stored]
         return to_tvm(larger)
 
+    def move_rows(self, cache: Any, entry: int, sources: Sequence[int], places: Sequence[int]) -> None:
+        """Copy rows of one entry of a cache [B, H, T, D] to other places; all are read before any is written."""
+        rows = np.from_dlpack(cache)
+        rows[entry, :, list(places)] = rows[entry, :, list(sources)]
+
     def check_room(self, size_bytes: int, what: str) -> None:
         """Raise a RequestError where this machine's memory cannot hold what is asked for."""
         if size_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):

@@ -1,0 +1,154 @@
+"""Several tokens by vector instructions: a block of them shares each code that is read and unpacked.
+
+Up to :data:`compressor.codegen.isa.INDEPENDENT_ROWS` tokens take blocks of their number (:class:`FewRows`), so that
+they take about one token's time while memory bounds it; more take the tuner's.  A token's sums are the same in every
+block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+from tvm.script import tirx as T
+
+from compressor.codegen.kernels.linear.products import Products
+from compressor.codegen.kernels.linear.squeeze import ROOM, KeptProducts, squeezing
+from compressor.codegen.kernels.vector import registers
+from compressor.formats.parts import TILE_ROWS
+
+_TOKENS, _TOKENS_OF_LONG = (8, 6, 4, 2), (8, 4)
+"""Tokens of blocks; fewer blocks where a chunk takes so many statements that they would double the time to compile."""
+_MOST_TILES = 4
+_MOST_STATEMENTS = 64  # of a chunk: LLVM's time grows with their square
+_MOST_OUTPUTS = 15  # registers: of less than 1 KB (:func:`compressor.codegen.kernels.vector.registers`)
+_SUMS = {16: 24, 8: 12}
+"""Registers of sums, by lanes: of 32, or 16, of which codes and activations take others."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """So many tokens by so many tiles, whose sums stay in registers."""
+
+    tokens: int
+    tiles: int
+
+
+def blocks(body: Products, tiles: int) -> list[Block]:
+    """Return the blocks of few tokens, the smallest first: as many tiles of ``tiles`` as registers have sums for."""
+    each, quads = body.accumulators * TILE_ROWS // body.isa.lanes, body.fmt.chunk_columns // 4
+    is_long = quads > 2 or body.fmt.codebook
+    found = []
+    for tokens in _TOKENS_OF_LONG if is_long else _TOKENS:
+        most = min(_SUMS.get(body.isa.lanes, 8) // (tokens * each), _MOST_STATEMENTS // (tokens * quads))
+        most = min(most, _MOST_OUTPUTS // tokens)
+        if most:
+            counts = (n for n in (_MOST_TILES, 2, 1) if n <= most and tiles % n == 0)
+            found.append(Block(tokens, 1 if body.fmt.codebook else max(counts)))  # its values are in registers as well
+    return found[::-1] or [Block(2, 1)]
+
+
+class FewRows:
+    """Loops over blocks that fit the number of tokens.
+
+    Attributes:
+        tiles: of a task.
+        spare: tokens that may be read, and are not stored, behind the last.
+        multiply: macro ``multiply(at, end, weight, first, begin)`` that computes the tokens from ``begin`` to ``end``
+            of a task.
+    """
+
+    def __init__(self, shape: Any, block: Any) -> None:
+        sizes = blocks(shape.body, gcd(*shape.weights.tiles))
+        self.tiles, self.spare = max(size.tiles for size in sizes), sizes[-1].tokens
+        self.multiply = self._sharing(sizes, block)
+        self._weights = shape.weights
+
+    def _sharing(self, sizes: list[Block], block: Any) -> Any:
+        most, by_share = sizes[-1].tokens, self._by_share(sizes, block)
+
+        @T.inline
+        def multiply(at, end, weight, first, begin):
+            count = T.meta_var((end - begin + (most - 1)) // most)  # blocks, as equal as possible
+            if end > begin:
+                by_share(at, end, weight, first, begin, (end - begin + (count - 1)) // count)
+
+        return multiply
+
+    def _by_share(self, sizes: list[Block], block: Any) -> Any:
+        size, each = sizes[0], self.tiles
+        larger = self._by_share(sizes[1:], block) if len(sizes) > 1 else None
+
+        @T.inline
+        def go(at, end, weight, first, begin):
+            for part in range(each // size.tiles):
+                for j in range((end - begin + (size.tokens - 1)) // size.tokens):
+                    tile, m0 = T.meta_var((first + part * size.tiles, begin + j * size.tokens))
+                    block(at, end, weight, tile, size.tiles, m0, size.tokens)
+
+        @T.inline
+        def last(at, end, weight, first, begin, _share):
+            go(at, end, weight, first, begin)
+
+        @T.inline
+        def choose(at, end, weight, first, begin, share):
+            if share <= size.tokens:
+                go(at, end, weight, first, begin)
+            else:
+                larger(at, end, weight, first, begin, share)  # type: ignore[misc]
+
+        return last if larger is None else choose
+
+    def loop(self) -> Any:
+        """Make a macro ``few(at, tokens, _)`` that computes all outputs of several tokens."""
+        weights, each, multiply = self._weights, self.tiles, self.multiply
+
+        @T.inline
+        def few(at, tokens, _turned):
+            for i in T.parallel(weights.steps(each)):
+                weight, first = T.meta_var(weights.of_task(i, each))
+                multiply(at, tokens, weight, first, T.int64(0))
+
+        return few
+
+
+def vector_block(shape: Any, store: Any) -> Any:
+    """Make a macro that computes some tiles of a weight for some tokens, by vector instructions."""
+    body = shape.body
+    groups, chunks, by_group = body.groups, body.chunks, body.act_groups > 1
+    gathers, kept = body is not shape.given, body.chunks * body.fmt.chunk_columns
+    squeeze = squeezing(body, shape.columns, shape.kept, body.isa) if isinstance(body, KeptProducts) else None
+    kind = "int8" if body.integer else "float32"
+
+    @T.inline
+    def block(at, tokens, weight, first, n_tiles, m0, n_tokens):
+        codes, scales, zeros, codebook = T.meta_var(
+            [weight.parts.get(name) for name in ("codes", "scales", "zeros", "codebook")]
+        )
+        sizes = T.meta_var((n_tokens, n_tiles, TILE_ROWS))
+        partial = T.meta_var((body.accumulators * n_tiles, TILE_ROWS))
+        acc = T.meta_var(registers(n_tokens, partial, shape.kind))
+        out = T.alloc_buffer(sizes, "float32")
+        values = T.alloc_buffer((4, TILE_ROWS), "float32")  # of four columns
+        table = T.alloc_buffer((n_tiles, body.table_size, TILE_ROWS), "float32")  # of a group
+        factor = T.meta_var(at.factor if by_group else None)
+        # Of this block alone where its tiles gather what they keep.
+        a = T.meta_var(T.alloc_buffer((n_tokens, n_tiles, kept + ROOM), kind) if gathers else at.planes)
+        sums = T.meta_var(T.alloc_buffer((n_tokens, n_tiles, groups), shape.kind) if gathers else at.sums)
+        m = T.meta_var(T.int64(0) if gathers else m0)
+        if gathers:
+            squeeze(a, sums, at.a, weight.parts, first, m0, n_tokens, n_tiles)  # type: ignore[misc]
+        body.clear(out, n_tokens, n_tiles)
+        for g in range(groups):
+            body.start_group(acc, sums, zeros, first, m, g, n_tokens, n_tiles)
+            body.load_table(table, codebook, first, g, n_tiles)
+            for c in range(T.min(body.group_chunks, chunks - g * body.group_chunks)):
+                chunk = T.meta_var(g * body.group_chunks + c)
+                body.add_chunk(acc, a, codes, values, table, first, m, chunk, n_tokens, n_tiles)
+            body.end_group(out, acc, sums, scales, factor, first, m, g, n_tokens, n_tiles)
+        for t in range(T.min(T.int64(n_tokens), tokens - m0)):  # not unrolled: LLVM's time grows with statements
+            for n in T.unroll(n_tiles):
+                store(at, weight, out, first + n, m0 + t, t, n)
+
+    return block

@@ -1,0 +1,113 @@
+"""Make drafts of each kind, and keep what they learn from one text to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Hashable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compressor_runtime.errors import RequestError
+from compressor_runtime.generation import Sampler
+from compressor_runtime.speculation.acceptance import Acceptance
+from compressor_runtime.speculation.counts import Speculation
+from compressor_runtime.speculation.engine import Engine, Target, Text
+from compressor_runtime.speculation.lookup import Lookup, lookup_prior
+from compressor_runtime.speculation.pace import Pace
+from compressor_runtime.speculation.recycling import Recycling, Successors, recycling_prior
+from compressor_runtime.speculation.tree import Draft
+
+KINDS = {"lookup": (Lookup.name,), "recycle": (Recycling.name,), "auto": (Lookup.name, Recycling.name)}
+"""The drafts that each kind takes."""
+
+
+def speculation(bundle: Any, asked: Any) -> Speculation | None:
+    """Return the counts of a generation that begins, of the kind of drafts asked for; None without drafts.
+
+    Args:
+        bundle: a :class:`compressor_runtime.bundle.Bundle`; what its manifest says holds unless something is asked for.
+        asked: a kind, "off", or None.
+    Raises:
+        RequestError: there is no such kind, or the bundle cannot serve it.
+    """
+    wanted = bundle.model.get("speculate", "off") if asked is None else asked
+    if not isinstance(wanted, str) or wanted not in ("off", *KINDS):
+        raise RequestError(f"speculate={wanted!r:.100}: give {', '.join(map(repr, KINDS))} or 'off'")
+    if wanted == "off":
+        return None
+    if bundle.verifies:
+        return Speculation(wanted)
+    if bundle.kind != "decoder":
+        what = "an encoder-decoder" if bundle.kind == "seq2seq" else "a plain module"
+        why = f"holds {what}, and only decoders verify drafted tokens; leave it out"
+    elif bundle.model.get("states"):
+        why = "has recurrent layers, which keep no state of the token where a draft was last right; leave it out"
+    else:
+        why = (
+            f"has no kernels that verify drafted tokens; make it with `speculate: {wanted}` in its recipe (target x86)"
+        )
+    raise RequestError(f"speculate={wanted!r}: {bundle.path} {why}")
+
+
+def _prior(source: Hashable) -> float:
+    entry: Any = source
+    name, number, rank = entry
+    return lookup_prior(number, rank) if name == Lookup.name else recycling_prior(number)
+
+
+class Drafts:
+    """Times, estimates and candidates of a model, which its texts share.
+
+    Args:
+        vocab_size: tokens of the model.
+        pace: decides when drafts pay.
+    """
+
+    def __init__(self, vocab_size: int, pace: Pace | None = None) -> None:
+        self.pace = pace or Pace()
+        self.acceptance = Acceptance(_prior)
+        self._successors = Successors(vocab_size)
+
+    def start(self, kind: str) -> list[Draft]:
+        """Return the drafts of a kind for one text."""
+        return [
+            Lookup(self.acceptance) if name == Lookup.name else Recycling(self._successors, self.acceptance)
+            for name in KINDS[kind]
+        ]
+
+    def tokens(
+        self,
+        session: Target,
+        first: NDArray[np.int64],
+        sampler: Sampler,
+        ends: Mapping[int, str],
+        count: int,
+        counts: Speculation,
+    ) -> Generator[int, None, str]:
+        """Yield token after token; the generator's value tells why it ended.
+
+        The tokens are those of :func:`compressor_runtime.generation.next_tokens` with the same stream of random
+        numbers.
+
+        Args:
+            session: new, of one sequence.
+            first: the prompt, int64 [1, S].
+            sampler: chooses tokens.
+            ends: tokens that end the text, each with the reason.
+            count: at most so many tokens; the model has room for one less.
+            counts: what is counted, its kind given.
+        """
+        if not count:
+            return "length"
+        text = Text(0, first[0].tolist(), self.start(counts.kind), sampler, ends, count)
+        engine = Engine(session, self.pace, self.acceptance, counts)
+        begin = self.pace.clock()
+        logits = session.step(first)[0]
+        self.pace.wait(self.pace.clock() - begin)
+        token = text.choose(logits[-1])
+        if token is not None:
+            yield token
+        for gained in engine.rounds([text]):
+            yield from gained[0][1]
+        return text.finish_reason or "length"

@@ -1,0 +1,298 @@
+"""Draft, verify, accept: generate the tokens of plain decoding, several in a step where drafts are right.
+
+Acceptance is by *sample and match*: at each node of a draft the model's token is chosen from its logits as in plain
+decoding, with one draw of the same random numbers a token; where a drafted token stands behind that node with this
+very token, the walk goes on there.  So a seed gives the same text as without drafts, greedy or sampled, whatever was
+drafted, and trees need no rule of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from compressor_runtime.errors import RequestError
+from compressor_runtime.generation import Sampler
+from compressor_runtime.speculation.acceptance import Acceptance
+from compressor_runtime.speculation.counts import Speculation
+from compressor_runtime.speculation.pace import Pace
+from compressor_runtime.speculation.tree import Draft, Room, Tree
+
+MOST_ROWS = 32
+"""Rows of a verification, of all sequences together: for so many a row's bits do not depend on the others."""
+
+MOST_NODES = 15
+"""Drafted tokens of one text in a verification."""
+
+
+class Target(Protocol):
+    """A model with what it has read, as :class:`compressor_runtime.session.Session`."""
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+
+    def step(self, ids: ArrayLike, keep: ArrayLike | None = None) -> NDArray[np.float32]:
+        """Append tokens [B, S], and return logits [B, R, V], of the last ones unless ``keep`` says which."""
+
+    def verify(self, ids: ArrayLike, parent: ArrayLike, slot: ArrayLike | None = None) -> NDArray[np.float32]:
+        """Return logits [T, V] of tokens behind those stored, each after its parent; nothing is appended."""
+
+    def accept(self, paths: Mapping[int, Sequence[int]]) -> None:
+        """Append, to each sequence, those of the tokens just verified that its path names."""
+
+
+@dataclass
+class Text:
+    """One sequence of a session, as far as it has come.
+
+    Attributes:
+        slot: its number in the session.
+        tokens: its prompt, and what it has gained; the last one is pending: the model has not read it.
+        drafts: guess how it goes on.
+        sampler: chooses its tokens.
+        ends: tokens that end it, each with the reason.
+        left: at most so many further tokens; the model has room for one less.
+        finish_reason: why it ended; None while it goes on.
+        told: how many of its tokens each draft knows.
+        awake: drafts that take part in this round.
+    """
+
+    slot: int
+    tokens: list[int]
+    drafts: Sequence[Draft]
+    sampler: Sampler
+    ends: Mapping[int, str]
+    left: int
+    finish_reason: str | None = None
+    told: dict[str, int] = dataclasses.field(default_factory=dict)
+    awake: Sequence[Draft] = ()
+
+    def choose(self, logits: NDArray[np.float32]) -> int | None:
+        """Choose the next token from logits [V]; None where it ends the text."""
+        token = self.sampler.pick(logits)
+        if token in self.ends:
+            self.finish_reason = self.ends[token]
+            return None
+        self.tokens.append(token)
+        self.left -= 1
+        if not self.left:
+            self.finish_reason = "length"
+        return token
+
+
+@dataclass
+class _Round:
+    """A text's part of a verification: its draft, the nodes verified, and the row of its pending token."""
+
+    text: Text
+    drafted: Tree
+    verified: Tree = dataclasses.field(default_factory=Tree)
+    start: int = 0
+
+
+class Engine:
+    """Generate texts of one session with drafts.
+
+    Args:
+        session: has read all prompts.
+        pace: decides how many drafted tokens pay.
+        acceptance: estimates of the drafts, which learn here.
+        counts: what is counted.
+        most_rows: of a verification.
+    Raises:
+        RequestError: the session has more sequences than a verification may have rows.
+    """
+
+    def __init__(
+        self, session: Target, pace: Pace, acceptance: Acceptance, counts: Speculation, most_rows: int = MOST_ROWS
+    ) -> None:
+        self._session, self._pace, self._acceptance, self._counts = session, pace, acceptance, counts
+        self._most_rows = most_rows
+
+    def rounds(self, texts: Sequence[Text]) -> Iterator[list[tuple[Text, list[int]]]]:
+        """Yield, step by step, the tokens that each text has gained, until all have ended.
+
+        Args:
+            texts: each with its first token pending.
+        """
+        if len(texts) > self._most_rows:
+            raise RequestError(f"{len(texts)} sequences at once: with drafts, at most {self._most_rows}")
+        single = self._session.batch == 1  # a step appends to all sequences alike; of several, each goes its own way
+        while live := [text for text in texts if text.finish_reason is None]:
+            if single and not self._may_draft(live[0]):
+                yield [self._step(live[0])]
+                continue
+            parts = self._draft(live)
+            if single and not parts[0].verified.tokens:
+                yield [self._step(live[0], parts[0].drafted)]
+            else:
+                yield self._verify(parts)
+
+    def _may_draft(self, text: Text) -> bool:
+        return text.left > 1 and any(self._pace.may_draft(draft.name, 1) for draft in text.drafts)
+
+    def _draft(self, live: Sequence[Text]) -> list[_Round]:
+        """Draft for each text, and take the likeliest of all nodes, as many as are expected to pay."""
+        room = self._most_rows - len(live)
+        begin, before_s = self._pace.clock(), self._counts.draft_s
+        parts = [_Round(text, self._propose(text, len(live), room)) for text in live]
+        useful = [part.drafted.without(part.text.ends) for part in parts]  # an end needs no row of its own
+        ranked = sorted(
+            ((-chance, index, node) for index, tree in enumerate(useful) for node, chance in enumerate(tree.chances))
+        )[:room]
+        if ranked:
+            count = self._pace.choose([-entry[0] for entry in ranked], len(live))
+            taken = Counter(index for _, index, _ in ranked[:count])
+            for index, part in enumerate(parts):
+                part.verified = useful[index].likeliest(taken[index])
+        self._share(live, begin, before_s)
+        return parts
+
+    def _propose(self, text: Text, sequences: int, room: int) -> Tree:
+        most = min(room, text.left - 1, MOST_NODES)  # behind as many tokens as may come, no row is of use
+        tree = Tree()
+        text.awake = [draft for draft in text.drafts if most > 0 and self._pace.may_draft(draft.name, sequences)]
+        for draft in text.awake:
+            begin = self._pace.clock()
+            draft.extend(text.tokens[text.told.get(draft.name, 0) :])
+            text.told[draft.name] = len(text.tokens)
+            found = draft.propose(Room(most, most, self._pace.least_chance(sequences), text.sampler))
+            if len(tree):
+                tree.merge(found)
+            else:
+                tree = found
+            self._charge(draft.name, begin)
+        return tree
+
+    def _share(self, texts: Sequence[Text], begin: float, before_s: float) -> None:
+        """Book what drafts have cost together since ``begin``, when ``before_s`` were booked."""
+        names = [draft.name for text in texts for draft in text.awake]
+        seconds = self._pace.clock() - begin - (self._counts.draft_s - before_s)
+        for name in names:
+            self._pace.charge(name, seconds / len(names))
+        self._counts.draft_s += seconds
+
+    def _charge(self, name: str, begin: float) -> None:
+        seconds = self._pace.clock() - begin
+        self._pace.charge(name, seconds)
+        self._counts.draft_s += seconds
+
+    def _step(self, text: Text, drafted: Tree | None = None) -> tuple[Text, list[int]]:
+        """Take a plain step; a draft that did not pay is compared with what comes nevertheless."""
+        read = text.tokens[-1:]
+        begin = self._pace.clock()
+        logits = self._session.step([read])[0]
+        seconds = self._pace.clock() - begin
+        self._pace.note(1, seconds)
+        counts = self._counts
+        counts.step_s += seconds
+        counts.rows[1] += 1
+        counts.steps += 1
+        token = text.choose(logits[0])
+        gained = [] if token is None else [token]
+        counts.tokens += len(gained)
+        if drafted is not None:
+            begin, before_s = self._pace.clock(), counts.draft_s
+            self._acceptance.learn(drafted, gained)
+            self._observe(text, read, logits)
+            self._share([text], begin, before_s)
+        return text, gained
+
+    def _verify(self, parts: Sequence[_Round]) -> list[tuple[Text, list[int]]]:
+        """Verify the drafts of all texts at once, walk along the model's own tokens, and append what was right."""
+        ids: list[int] = []
+        parents: list[int] = []
+        slots: list[int] = []
+        for part in parts:
+            part.start = len(ids)
+            ids += [part.text.tokens[-1], *part.verified.tokens]
+            parents += [-1, *(part.start + 1 + parent for parent in part.verified.parents)]
+            slots += [part.text.slot] * (1 + len(part.verified))
+        begin = self._pace.clock()
+        logits = self._session.verify(ids, parents, slots)
+        seconds = self._pace.clock() - begin
+        gained, paths, accepted = [], {}, Counter[str]()
+        for part in parts:
+            end = part.start + 1 + len(part.verified)
+            tokens, path = self._walk(part, logits[part.start : end])
+            paths[part.text.slot] = [part.start, *(part.start + 1 + node for node in path)]
+            accepted.update(_name(part.verified, node) for node in path)
+            gained.append((part.text, tokens))
+        begin = self._pace.clock()
+        self._session.accept(paths)
+        seconds += self._pace.clock() - begin
+        begin, before_s = self._pace.clock(), self._counts.draft_s
+        self._book(parts, seconds, accepted)
+        for part, (text, tokens) in zip(parts, gained, strict=True):
+            self._acceptance.learn(part.drafted, tokens)
+            end = part.start + 1 + len(part.verified)
+            self._observe(text, ids[part.start : end], logits[part.start : end])
+        self._share([part.text for part in parts], begin, before_s)
+        return gained
+
+    def _walk(self, part: _Round, logits: NDArray[np.float32]) -> tuple[list[int], list[int]]:
+        """Choose tokens along a draft while they are the drafted ones.
+
+        Args:
+            logits: [1 + nodes, V].
+        Returns:
+            the tokens that the text gains, and the nodes that were right.
+        """
+        text, tree = part.text, part.verified
+        tokens: list[int] = []
+        path: list[int] = []
+        node = -1
+        while (token := text.choose(logits[node + 1])) is not None:
+            tokens.append(token)
+            behind = tree.children(node)
+            self._counts.tried += bool(behind)
+            self._counts.matched += token in behind
+            if text.finish_reason is not None or token not in behind:
+                break
+            node = behind[token]
+            path.append(node)
+        self._counts.tokens += len(tokens)
+        self._counts.drafted += len(tree)
+        self._counts.accepted += len(path)
+        if len(tree):
+            self._counts.verifications += 1
+        else:
+            self._counts.steps += 1
+        return tokens, path
+
+    def _book(self, parts: Sequence[_Round], seconds: float, accepted: Mapping[str, int]) -> None:
+        drafted = Counter(_name(part.verified, node) for part in parts for node in range(len(part.verified)))
+        rows = len(parts) + drafted.total()
+        self._pace.note(rows, seconds)
+        self._counts.rows[rows] += 1
+        if drafted:
+            self._pace.settle(seconds, len(parts), drafted, accepted)
+            self._counts.verify_s += seconds
+        else:
+            self._counts.step_s += seconds
+
+    def _observe(self, text: Text, read: Sequence[int], logits: NDArray[np.float32]) -> None:
+        """Let a text's drafts see what the model computed.
+
+        Args:
+            read: tokens [T] that the model read, accepted or not.
+            logits: [T, V] of what comes after each.
+        """
+        for draft in text.awake if text.finish_reason is None else ():
+            if draft.reads_logits:
+                begin = self._pace.clock()
+                draft.observe(np.asarray(read), logits)
+                self._charge(draft.name, begin)
+
+
+def _name(tree: Tree, node: int) -> str:
+    """Return the name of the draft that a node is of."""
+    source: Any = tree.sources[node]
+    return str(source[0])
