@@ -16,11 +16,11 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from compressor.errors import UsageError
 from compressor.graph.caches import empty_caches, empty_states
+from compressor.graph.kinds.carried import carried_node
 from compressor.graph.kinds.encoder_decoder import (
     Batch,
     Pair,
     SampleInputs,
-    memory_node,
     source_inputs,
     source_node,
     tokens_of,
@@ -67,7 +67,7 @@ class SegmentRunner:
         if info.pair is not None:
             self.source_node, self.ids_node = inputs[:2]
         self.hidden: list[Tensor | None] = [None] * len(batches)
-        self.memory: list[Tensor | None] = [None] * len(batches)  # the encoder's output, once it has been computed
+        self.memory: list[Tensor | None] = [None] * len(batches)  # what is carried past layers, once it is computed
         self._live: list[dict[Node, Any]] = [{} for _ in batches]  # inside a segment, where :meth:`run_to` got to
         self._passed: set[Node] = set()
         self.shared: dict[tuple[int, ...], dict[Node, Any]] = {}  # input shapes -> inputs, token-independent values
@@ -86,20 +86,20 @@ class SegmentRunner:
                 :attr:`hidden` still has what is in front of the segment; returns what goes on in the exit's place.
         """
         assert segment.exit is not None
-        memory = memory_node(self.graph)
-        carried = [memory] if memory in segment.nodes else []
+        beside = carried_node(self.graph)
+        carried = [beside] if beside in segment.nodes else []
         for i, (value, *more) in enumerate(self.run_to(segment, [segment.exit, *also, *carried])):
             taken = value if take is None else take(i, [value, *more[: len(also)]])
             self._keep(self.hidden, i, taken)
             if carried:
-                self._keep(self.memory, i, taken if memory is segment.exit else more[-1])
+                self._keep(self.memory, i, taken if beside is segment.exit else more[-1])
             self._live[i] = {}
         self._passed = set()
         self.release(segment)
 
     def skip(self, segment: Segment) -> None:
         """Leave a segment out: what is live behind it is what is live in front of it."""
-        if segment.exit is memory_node(self.graph):
+        if segment.exit is carried_node(self.graph):
             for i, value in enumerate(self.hidden):
                 assert value is not None
                 self._keep(self.memory, i, value)
@@ -131,6 +131,8 @@ class SegmentRunner:
         Args:
             later: nodes of the same segment that later calls will want.
         """
+        beside = carried_node(self.graph)
+        later = [*later, beside] if beside in segment.nodes else later  # :meth:`advance` will want it
         for i in range(len(self.batches)):
             env = {**self.environment(segment, i), **self._live[i]}
             given = set(env)
@@ -164,7 +166,7 @@ class SegmentRunner:
         env = {**self._shared(batch), self.ids_node: tokens_of(batch)}
         if self.source_node is not None:
             env[self.source_node] = batch.source if isinstance(batch, Pair) else batch
-        memory, carried = memory_node(self.graph), self.memory[i]
+        memory, carried = carried_node(self.graph), self.memory[i]
         if memory is not None and carried is not None and memory not in segment.nodes:
             env[memory] = carried
         if segment.entry is not None:

@@ -13,8 +13,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+from torch.fx.node import Argument
 from torch.utils import _pytree as pytree
 
 import compressor.ops  # noqa: F401  (registers the operators)
@@ -23,11 +25,14 @@ from compressor.graph.model import ModelInfo
 from compressor.graph.provenance import module_path
 from compressor.graph.rewrite import set_parameter
 
-_CACHED = torch.ops.compressor.cached_attention.default
-_PACKED = torch.ops.compressor.packed_attention.default
-_PACK = torch.ops.compressor.pack_cache.default
-PACKABLE = 10
+_OPS = torch.ops.compressor
+_PACK = _OPS.pack_cache.default
+_PACKABLE = {_OPS.cached_attention.default: 10, _OPS.kept_attention.default: 11}
 """Arguments of attention over float32 caches that attention over packed ones has too; later ones must be absent."""
+_PACKED = {
+    _OPS.cached_attention.default: _OPS.packed_attention.default,
+    _OPS.kept_attention.default: _OPS.packed_kept_attention.default,
+}
 _INPUTS = 3  # of a decoder, before its caches: ids, position, keep
 _LISTS = 3  # results of a decoder before its states: logits, new keys, new values
 _SIZE = torch.ops.aten.sym_size.int
@@ -62,7 +67,7 @@ class AttentionLayer:
         index: of its caches among those of all layers.
         name: of the module that it is in.
         node: the operator.
-        queries: float32 [B, H, S, D].
+        queries: float32 [B, H, S, D], or [B, H, R, D] where it keeps R of the new tokens.
         keys, values: the new ones, float32 [B, Hkv, S, D].
     """
 
@@ -73,12 +78,19 @@ class AttentionLayer:
     keys: Node
     values: Node
 
+    @property
+    def beyond_packed(self) -> tuple[Argument, ...]:
+        """Return the arguments that attention over packed caches does not have."""
+        return self.node.args[_PACKABLE[cast(OpOverload, self.node.target)] :]
+
 
 def attention_layers(graph: GraphModule) -> list[AttentionLayer]:
-    """List the layers whose caches are still float32, in dataflow order."""
+    """List the layers whose caches are still float32, in dataflow order; several may share one."""
     caches = graph.graph.find_nodes(op="placeholder")[_INPUTS:]
     found = []
-    for node in graph.graph.find_nodes(op="call_function", target=_CACHED):
+    for node in graph.graph.nodes:
+        if node.target not in _PACKABLE:
+            continue
         index = caches.index(node.args[3])
         name = module_path(node) or f"attention.{index}"
         queries, keys, values = cast(tuple[Node, ...], node.args[:3])
@@ -128,8 +140,9 @@ def pack_caches(graph: GraphModule, fmt: CacheFormat, orders: Mapping[int, Order
                 results[1 + place] = packed
                 caches[place].meta["val"] = _packed(caches[place].meta["val"], fmt)
             (keys, k_order), (values, v_order) = made[layer.keys], made[layer.values]
-            args = (old.args[0], keys, values, *old.args[3:PACKABLE], k_order, v_order, fmt.name)
-            new = graph.graph.call_function(_PACKED, args)
+            operator = cast(OpOverload, old.target)
+            args = (old.args[0], keys, values, *old.args[3 : _PACKABLE[operator]], k_order, v_order, fmt.name)
+            new = graph.graph.call_function(_PACKED[operator], args)
         new.meta = dict(old.meta)
         old.replace_all_uses_with(new)
         graph.graph.erase_node(old)

@@ -19,13 +19,14 @@ from torch.fx import GraphModule, Interpreter, Node
 from compressor.formats.format import Format
 from compressor.formats.packing import PIECE_ELEMENTS
 from compressor.graph.caches import empty_caches, empty_states
+from compressor.graph.kinds.carried import KEPT
 from compressor.graph.kinds.encoder_decoder import priced_source
 from compressor.graph.model import ModelInfo
 
 _OPS = torch.ops.compressor
 _DENSE, _PACKED = _OPS.dense_linear.default, _OPS.packed_linear.default
 _MASKED = _OPS.masked_attention.default
-_ATTENTION = (_OPS.cached_attention.default, _OPS.packed_attention.default, _MASKED)
+_ATTENTION = (_OPS.cached_attention.default, _OPS.packed_attention.default, *KEPT, _MASKED)
 _EMBEDDING, _LOOKED_UP = torch.ops.aten.embedding.default, _OPS.packed_embedding.default
 _CONVOLUTION = _OPS.causal_convolution.default
 _STATE_OPS = {_CONVOLUTION: 2, _OPS.selective_scan.default: 6, _OPS.gated_delta_rule.default: 7, _OPS.wkv.default: 6}

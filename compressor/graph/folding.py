@@ -24,7 +24,7 @@ from compressor.graph.sites import Site, linear_sites
 
 _OPS, _ATEN = torch.ops.compressor, torch.ops.aten
 _NORMS = (_OPS.rms_norm.default, _ATEN.layer_norm.default)
-_ATTENTION = (_OPS.cached_attention.default, _OPS.masked_attention.default)
+_ATTENTION = (_OPS.cached_attention.default, _OPS.kept_attention.default, _OPS.masked_attention.default)
 _COPY = "_scaled"  # ends the names of a copied norm's parameters
 _SHAPES = (_ATEN.view.default, _ATEN.reshape.default)
 

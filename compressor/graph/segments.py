@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compressor.graph.kinds.encoder_decoder import SOURCE, memory_node
+from compressor.graph.kinds.carried import carried_node
+from compressor.graph.kinds.encoder_decoder import SOURCE
 from compressor.graph.sites import Site, packed_weight_sites, weight_sites
 
 
@@ -28,8 +29,9 @@ def segments(graph: GraphModule) -> list[Segment]:
     """Cut the graph into the shortest stretches that hold a linear, dense or packed, each.
 
     Values that depend on positions, shapes and parameters alone (:func:`shared_nodes`) are available everywhere and
-    do not count as live; nor do graph inputs, nor values that only the output reads (new keys and values), nor, in a
-    decoder, the output of its encoder. Running the segments in order with :func:`run_nodes` is running the graph.
+    do not count as live; nor do graph inputs, nor values that only the output reads (new keys and values), nor what is
+    carried past layers (:func:`compressor.graph.kinds.carried.carried_node`), such as an encoder's output. Running the
+    segments in order with :func:`run_nodes` is running the graph.
     """
     nodes = token_nodes(graph)
     # Packed linears count too, so that the cuts stay where they were as a pass replaces one site after another.
@@ -67,8 +69,8 @@ def narrow_points(graph: GraphModule, nodes: Sequence[Node]) -> Iterator[tuple[i
     """
     index = {node: i for i, node in enumerate(nodes)}
     last_use = [max((index[user] for user in node.users if user in index), default=i) for i, node in enumerate(nodes)]
-    memory = memory_node(graph)
-    carried = -1 if memory is None else index[memory]
+    beside = carried_node(graph)
+    carried = -1 if beside is None else index[beside]
     live: set[int] = set()
     for i in range(len(nodes)):
         live = {j for j in (*live, i) if last_use[j] > i}

@@ -19,7 +19,7 @@ from compressor.calibration.segment_runner import SegmentRunner, split_samples
 from compressor.calibration.steps import MICRO_BATCH_TOKENS
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.cache import CacheFormat, cache_bytes_per_token
-from compressor.graph.caches import PACKABLE, AttentionLayer, Orders, attention_layers, pack_caches
+from compressor.graph.caches import AttentionLayer, Orders, attention_layers, pack_caches
 from compressor.graph.model import ModelInfo
 from compressor.graph.segments import Segment, segments
 from compressor.numerics.channels.order import order_channels
@@ -68,7 +68,7 @@ class KvCache(Pass):
         if not attention_layers(graph):
             raise UsageError(f"kv_cache: the caches are {info.cache_format} already; give the pass once")
         for layer in attention_layers(graph):
-            if any(layer.node.args[PACKABLE:]):
+            if any(layer.beyond_packed):
                 raise UsageError(
                     f"kv_cache: {layer.name} attends within chunks or with biases (ALiBi, relative positions), for "
                     "which packed caches have no kernels; leave the pass out"

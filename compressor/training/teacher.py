@@ -48,7 +48,6 @@ def with_teacher(
     """
     if ctx.dense is None:
         raise CompressorError(f"{pass_name}: runs in a pipeline, which keeps the dense graph for it")
-    info: ModelInfo = graph.meta["model"]
     student_points = _points(graph) if hidden else []
     teacher_points = _points(ctx.dense) if hidden else []
     if [_shape(node) for node in student_points] != [_shape(node) for node in teacher_points]:
@@ -56,7 +55,18 @@ def with_teacher(
             f"{pass_name}: the residual stream of the compressed graph is live in other places, or has another width, "
             "than the dense one's; set `hidden: 0`, which compares the predictions alone"
         )
-    teacher = TrainableGraph(ctx.dense, (), teacher_points, device)
+    student = TrainableGraph(graph, names, student_points, device)
+    return student, towards(student.info, TrainableGraph(ctx.dense, (), teacher_points, device), temperature, hidden)
+
+
+def towards(info: ModelInfo, teacher: TrainableGraph, temperature: float, hidden: float) -> Objective:
+    """Return the distance of a graph's outputs to a teacher's, which runs anew on each batch.
+
+    Args:
+        info: of the graph that is trained, whose points are those of the teacher, in their order.
+        temperature: logits are divided by it.
+        hidden: weight of the points' error in the loss; 0 leaves them out.
+    """
 
     def objective(batch: Tensor, outputs: Outputs, step: int) -> Tensor:
         with torch.no_grad():
@@ -64,7 +74,7 @@ def with_teacher(
         loss = output_error(info, outputs.last, wanted.last, temperature)
         return loss + hidden * hidden_error(outputs.hidden, wanted.hidden) if hidden else loss
 
-    return TrainableGraph(graph, names, student_points, device), objective
+    return objective
 
 
 def output_error(info: ModelInfo, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:

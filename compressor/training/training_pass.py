@@ -102,7 +102,7 @@ class TrainingPass(Pass):
         return ["lower `batch`, and raise `accumulate` by as much", "name fewer linears in `targets`"]
 
     @property
-    def training(self) -> TrainingNeeds:
+    def training(self) -> TrainingNeeds | None:
         """Return what it takes forwards and backwards."""
         samples = self.steps * self.batch * self.accumulate
         return TrainingNeeds(samples, self.batch, self.needs_dense, self.device == "cuda")

@@ -25,6 +25,7 @@ from compressor.formats.extras import ColumnBlocks, KeptOfGroup
 from compressor.formats.format import Format
 
 _CONVOLUTIONS, _STATES, _TREES = "convolutions", "layers with a state", "drafted tokens (`speculate`)"
+_KEPT = "layers that run kept tokens alone (the pass swift_kv)"
 MISSING = {
     "patches.default": _CONVOLUTIONS,
     "depthwise_linear.default": _CONVOLUTIONS,
@@ -35,6 +36,8 @@ MISSING = {
     "wkv.default": _STATES,
     "tree_attention.default": _TREES,
     "packed_tree_attention.default": _TREES,
+    "kept_attention.default": _KEPT,
+    "packed_kept_attention.default": _KEPT,
 }
 """Operators without a kernel here, each with its family in words."""
 

@@ -15,7 +15,7 @@ from compressor.graph.dependencies.labels import Labels
 from compressor.graph.provenance import describe
 
 _ATEN, _OPS = torch.ops.aten, torch.ops.compressor
-_CACHED = _OPS.cached_attention.default
+_CACHED = (_OPS.cached_attention.default, _OPS.kept_attention.default)
 _CACHES, _ROWS = ("k_cache", "v_cache"), ("k", "v")
 _PER_HEAD = {"sinks": -1, "slopes": -1, "biases": -1, "bias": -3, "attn_mask": -3}
 """Argument of an attention operator -> its axis of query heads."""
@@ -30,9 +30,10 @@ def _named(node: Node) -> dict[str, Any]:
 
 def cached_heads(graph: Graph) -> Iterator[tuple[Node, int]]:
     """Yield the inputs and outputs of a decoder that hold keys and values, with their axis of heads."""
-    for node in graph.find_nodes(op="call_function", target=_CACHED):
-        args = _named(node)
-        yield from ((args[name], 1) for name in (*_CACHES, *_ROWS))
+    for node in graph.nodes:
+        if node.target in _CACHED:
+            args = _named(node)
+            yield from ((args[name], 1) for name in (*_CACHES, *_ROWS))
 
 
 def _ours(node: Node, reading: Reading) -> Axes:
@@ -104,7 +105,7 @@ def why_unequal(heads: Labels, count: int, gone: Any) -> str:
 
 
 ATTENTION: dict[Any, Rule] = {
-    **dict.fromkeys((_CACHED, _OPS.masked_attention.default), _ours),
+    **dict.fromkeys((*_CACHED, _OPS.masked_attention.default), _ours),
     _ATEN.scaled_dot_product_attention.default: _pytorchs,
     **dict.fromkeys((_ATEN.matmul.default, _ATEN.bmm.default), _matmul),
 }

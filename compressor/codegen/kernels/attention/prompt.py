@@ -89,6 +89,7 @@ class PromptBlocks:
         sink: Callable[[Any], Any] | None,
         added: Callable[[Any, Any, Any], Any] | None = None,
         may_be_blind: bool = False,
+        place: Callable[[Any], Any] = lambda token: token,
     ) -> None:
         """Attend with one block of queries to keys ``begin`` to ``end``.
 
@@ -99,6 +100,7 @@ class PromptBlocks:
             sink: head -> one more logit, which takes part in the softmax only.
             added: (16 heads, int32x16, 16 tokens, key) -> what is added to the scores, float32x16.
             may_be_blind: a query may see no key; its output is 0.
+            place: a query's token -> the one that ``visible`` and ``added`` are asked of.
         """
         (q, keys, values), width, repeat = rows, self.head_dim, self.repeat
         places = [ramp(d, self.lanes) for d in range(0, width, self.lanes)]
@@ -123,7 +125,7 @@ class PromptBlocks:
                 T.buffer_store(queries, q.at(b, head, token, d) * T.float32(self.scale), [d, r])
             for at in places:
                 T.buffer_store(sums, splat_float(0, self.lanes), [r, at])
-            T.buffer_store(tokens, T.Cast("int32", token), [r])
+            T.buffer_store(tokens, T.Cast("int32", place(token)), [r])
             if added is not None:
                 T.buffer_store(heads, T.Cast("int32", head), [r])
             T.buffer_store(top, T.float32(_LOWEST) if sink is None else sink(head), [r])

@@ -12,6 +12,7 @@ from torch import fx
 from tvm import relax
 
 from compressor.codegen.lowering.converters.experts import ExpertConverter
+from compressor.codegen.lowering.converters.kept import KeptConverter
 from compressor.codegen.lowering.converters.plain import CONVERTERS
 from compressor.codegen.lowering.converters.recurrences import RecurrenceConverter
 from compressor.codegen.lowering.convolutions import fused_convolution
@@ -25,7 +26,7 @@ from compressor.graph.matching import shape_of
 _ATEN = torch.ops.aten
 
 
-class Converter(ExpertConverter, RecurrenceConverter):
+class Converter(ExpertConverter, RecurrenceConverter, KeptConverter):
     """Turns each of our operators into a call of one kernel."""
 
     def table(self) -> dict[str, Callable[..., Any]]:
@@ -53,6 +54,7 @@ class Converter(ExpertConverter, RecurrenceConverter):
             "packed_embedding.default": self._packed_embedding,
             **CONVERTERS,
             **self.recurrences(),
+            **self.kept(),
         }
 
     def _rms_norm(self, node: fx.Node, importer: Any) -> Any:

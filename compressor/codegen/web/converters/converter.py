@@ -26,6 +26,8 @@ _ABSENT = {
     "packed_depthwise.default": "depthwise convolutions",
     "pack_cache.default": "packed caches (the pass kv_cache)",
     "packed_attention.default": "packed caches (the pass kv_cache)",
+    "kept_attention.default": "layers that run kept tokens alone (the pass swift_kv)",
+    "packed_kept_attention.default": "packed caches (the pass kv_cache)",
 }
 """Our operators without kernels in WGSL, with their names in messages."""
 _FORMAT_ARGUMENTS = {"packed_linear.default": 3, "packed_routed_linear.default": 4}
