@@ -158,8 +158,6 @@ def packs(step: Any) -> bool:
 
 def leaves_dense(step: Any) -> bool:
     """Return whether a pass records linears that stay dense."""
-STEPS = 4
-"""Steps that each training takes here."""
     return isinstance(step, (*REMOVE, Distill)) or not getattr(step, "pack", True)
 
 
