@@ -21,8 +21,9 @@ def why_different(wanted: GraphModule, found: GraphModule, renamed: Callable[[st
     Args:
         renamed: the name that a parameter of the first has in the other.
     """
-    ours, theirs = list(wanted.graph.nodes), list(found.graph.nodes)
-    places = {node: place for nodes in (ours, theirs) for place, node in enumerate(nodes)}
+    sizes = _sizes(wanted) | _sizes(found)
+    ours, theirs = ([node for node in graph.graph.nodes if node not in sizes] for graph in (wanted, found))
+    places = sizes | {node: f"%{place}" for nodes in (ours, theirs) for place, node in enumerate(nodes)}
     for one, other in zip(ours, theirs, strict=False):
         if _described(one, places, renamed) != _described(other, places):
             return f"{describe(one)} would be {_words(other)}, and is {_words(one)}"
@@ -41,12 +42,23 @@ def why_different(wanted: GraphModule, found: GraphModule, renamed: Callable[[st
     return ""
 
 
-def _described(node: Node, places: dict[Node, int], renamed: Callable[[str], str | None] = str) -> Any:
+def _sizes(graph: GraphModule) -> dict[Node, str]:
+    """Name the sizes that are read from inputs by the first input with that size: which one is read says nothing."""
+    inputs = graph.graph.find_nodes(op="placeholder")
+    known: dict[str, str] = {}
+    for place, node in enumerate(inputs):
+        for axis, size in enumerate(getattr(node.meta.get("val"), "shape", ())):
+            known.setdefault(str(size), f"size {axis} of %{place}")
+    reads = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int)
+    return {node: known[str(node.meta["val"])] for node in reads if node.args[0] in inputs}
+
+
+def _described(node: Node, places: dict[Node, str], renamed: Callable[[str], str | None] = str) -> Any:
     value = node.meta.get("val")
     shape = [size if type(size) is int else None for size in value.shape] if isinstance(value, Tensor) else None
     if node.op == "get_attr":
         return node.op, renamed(str(node.target))
-    args = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: f"%{places[source]}")
+    args = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: places[source])
     return node.op, str(node.target), repr(args), shape
 
 
