@@ -85,6 +85,7 @@ class Bundle:
             raise DamagedBundleError(f"{root}: the manifest's `encoder_source` cannot be; copy the bundle again")
         arrays = [device.put(array) for array in read_parameters(root, manifest)]
         used = entry_indices(manifest)
+        self.verifies = "verify" in used  # drafted tokens
         self._parameters = {name: tvm_ffi.convert([arrays[i] for i in indices]) for name, indices in used.items()}
         self.vm = Vm(member(root, library), threads, device)
         self._record: Record | None = None
@@ -232,7 +233,7 @@ class Bundle:
             memory = encode_source(self.model, encode, source, source_mask, batch, self.device.put)
         elif source is not None or source_mask is not None:
             raise RequestError(f"{self.path}: holds a decoder, which reads no source; give it to step()")
-        verify = partial(self.call, entry="verify") if "verify" in self._parameters else None
+        verify = partial(self.call, entry="verify") if self.verifies else None
         return Session(self.model, self.limit, self.call, batch, capacity, memory, self.device, self._record, verify)
 
     def generate(
