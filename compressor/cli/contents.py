@@ -103,6 +103,7 @@ def _contents(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "dense_weight_bytes": manifest["dense_weight_bytes"],
         "bundle_bytes": manifest["bundle_bytes"],
         **cache,
+        "entries": list(manifest.get("entries", ["main"])),
         **{key: list(manifest[key]) for key in ("cpu_features", "engines", "cuda_capabilities") if key in manifest},
         "formats": _totals(manifest["sites"]),
         "sites": [{key: site[key] for key in keys} for site in manifest["sites"]],

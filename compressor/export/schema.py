@@ -143,6 +143,7 @@ def check_schema(content: Mapping[str, Any]) -> Manifest:
         raise VerificationError("parameter_types: field required")
     if {version == 3} != {manifest.device is not None, manifest.cuda_capabilities is not None}:
         raise VerificationError("device, cuda_capabilities: fields of schema 3, which must have both")
+    _check_entries(manifest)
     wanted = [name for since, names in _FILES.items() if since <= version for name in names]
     if absent := [name for name in wanted if name not in manifest.files]:
         raise VerificationError(f"files: {', '.join(absent)} not listed")
@@ -154,3 +155,17 @@ def check_schema(content: Mapping[str, Any]) -> Manifest:
             f"among those of the kernels, {', '.join(sorted(of_kernels))}"
         )
     return manifest
+
+
+_ENTRIES = {"seq2seq": {"main", "encode"}, "module": {"main", "text"}, "decoder": {"main", "verify"}}
+
+
+def _check_entries(manifest: Manifest) -> None:
+    """Check that the entries of a library with two are those of its kind, and take parameters that there are."""
+    if manifest.entries is None:
+        return
+    if set(manifest.entries) != _ENTRIES.get(manifest.kind):
+        raise VerificationError(f"entries: {', '.join(manifest.entries)}: not those of a {manifest.kind}")
+    for name, used in manifest.entries.items():
+        if any(index >= len(manifest.parameters) for index in used) or len(set(used)) != len(used):
+            raise VerificationError(f"entries.{name}: names parameters that are not there, or one twice")

@@ -117,6 +117,11 @@ def linear_kernels(graph: GraphModule) -> list[LinearKernel]:
     return list(found.values())
 
 
+def lowered_nodes(graph: GraphModule) -> int:
+    """Return the nodes of all programs that a graph is lowered to; an entry for drafted tokens has as many again."""
+    return len(graph.graph.nodes) * (2 if graph.meta["model"].speculates else 1)
+
+
 def slower_prompts(graph: GraphModule, isa: Isa) -> list[str]:
     """Say of formats that leave blocks out where prompts would take less time in their dense twins."""
     from compressor.codegen.kernels.linear.prompts import slower
@@ -146,7 +151,7 @@ def compile_seconds(graph: GraphModule, prices: Prices, tune: str, isa: Isa) -> 
     from compressor.codegen.lowering.kernel_set import TUNED_TOKENS
     from compressor.codegen.tuning import QUICK_CANDIDATES, Database
 
-    nodes, kernels = len(graph.graph.nodes), linear_kernels(graph)
+    nodes, kernels = lowered_nodes(graph), linear_kernels(graph)
     turns = _LOWER_TURNS + (_EXPORT_TURNS + _LOWER_NODE_TURNS) * nodes + _GENERATE_TURNS * len(kernels)
     seconds = turns * prices.seconds["python"]
     done = {key.partition("|")[0] for key in Database().entries if f"|{prices.cpu}|" in key}

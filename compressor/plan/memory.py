@@ -66,7 +66,8 @@ class Amounts:
     """Sizes that the memory of a run depends on.
 
     Attributes:
-        nodes: of the graph.
+        nodes: of the captured graph.
+        lowered_nodes: of all programs that are lowered.
         text_tokens: tokens that are read; 0 without text.
         passes: (name, streaming or None, arithmetic's bytes) of each pass.
         evaluation: of the dense model; None without text.
@@ -81,6 +82,7 @@ class Amounts:
     """
 
     nodes: int
+    lowered_nodes: int
     text_tokens: int
     passes: Sequence[tuple[str, Streaming | None, int]]
     evaluation: Streaming | None
@@ -111,7 +113,7 @@ def memory_stages(amounts: Amounts, prices: Prices) -> list[StageMemory]:
         stages.append(StageMemory(name, base + kept + hidden + working, mapped, mapped))
         kept = max(kept, min(_KEPT_MOST_BYTES, int(_KEPT * (hidden + working))))
     base += kept
-    base += _COMPILE_BYTES + _LOWER_NODE_BYTES * a.nodes
+    base += _COMPILE_BYTES + _LOWER_NODE_BYTES * a.lowered_nodes
     operands = max(_TUNING_BYTES, a.largest_operand_bytes)
     stages.append(StageMemory("compile", base + operands))
     stages.append(StageMemory("write", base + 8 * min(a.largest, PIECE_ELEMENTS), a.largest, a.largest))

@@ -21,6 +21,7 @@ from compressor.plan.durations import (
     child_work,
     compile_seconds,
     linear_kernels,
+    lowered_nodes,
     plan_work,
     proof_work,
     scoring_work,
@@ -174,6 +175,7 @@ def run_costs(graph: GraphModule, planned: PlannedPasses, recipe: Recipe, backen
     return Costs(
         amounts=Amounts(
             nodes=len(graph.graph.nodes),
+            lowered_nodes=lowered_nodes(graph),
             text_tokens=tokens,
             passes=[
                 (step.name, streaming, max((site.working_bytes for site in step.sites), default=0))

@@ -20,6 +20,7 @@ from compressor.codegen.lowering.kernel_set import KernelSet
 from compressor.codegen.tuning import Tuner
 from compressor.errors import UsageError
 from compressor.formats.format import Format
+from compressor.graph.kinds.token_trees import tree_graph
 from compressor.graph.sites import packed_weight_sites
 from compressor.run.native import NativeBackend
 
@@ -41,7 +42,8 @@ class CudaBackend(NativeBackend):
             UsageError: names the operator's family, or the weight and its format.
         """
         graph, kernels = as_lowered(graph), gpu_kernels(self.isa)
-        for node in graph.graph.nodes:
+        program = tree_graph(graph) if graph.meta["model"].speculates else graph
+        for node in program.graph.nodes:
             name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
             if (family := kernels.missing.get(name)) is not None:
                 raise UsageError(

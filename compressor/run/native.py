@@ -33,7 +33,7 @@ from compressor.graph.model import ModelInfo, weight_bytes
 from compressor.graph.sites import packed_weight_sites
 from compressor.host.resources import resource, runtime_files
 from compressor.numerics.sparsity.n_of_m import pattern_of
-from compressor.plan.durations import linear_kernels
+from compressor.plan.durations import linear_kernels, lowered_nodes
 from compressor.run.estimates import MANIFEST_BYTES, SITE_BYTES, files_bytes
 from compressor.verify.smoke import smoke_test
 
@@ -87,7 +87,8 @@ class NativeBackend:
         spec = importlib.util.find_spec("tvm")
         if spec is not None and spec.origin is not None:
             shipped.append(Path(spec.origin).parent / "lib" / "libtvm_runtime.so")
-        library = _LIBRARY_BYTES + _KERNEL_BYTES * len(linear_kernels(graph)) + _NODE_BYTES * len(graph.graph.nodes)
+        kernels = len(linear_kernels(graph)) + info.speculates  # attention's alone are not those of both entries
+        library = _LIBRARY_BYTES + _KERNEL_BYTES * kernels + _NODE_BYTES * lowered_nodes(graph)
         parameters = sum(1 for _ in graph.parameters())
         vectors = 4 * _CHECKED_ROWS * min(_CHECKED_COLUMNS, info.vocab_size) + 8 * _CHECKED_COLUMNS
         files = files_bytes(shipped, info)

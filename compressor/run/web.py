@@ -79,6 +79,10 @@ class WebBackend:
                 f"{info.name}: the target webgpu serves decoders, encoders and encoder-decoders of text, this is "
                 f"{unserved}; take the target x86, or wasm for images"
             )
+        if info.speculates:
+            raise UsageError(
+                f"{info.name}: the target webgpu has no kernels for drafted tokens (`speculate`); take the target x86"
+            )
         if reason := why_unsupported(graph):
             raise UsageError(reason)
         check_operators(as_lowered(graph), WebConverter().table())

@@ -32,12 +32,14 @@ _LARGEST_GAP = 10.0  # in units of the tolerance and of the outputs' root mean s
 def compare(bundle: Bundle) -> tuple[dict[str, float], float]:
     """Run a bundle on its stored inputs.
 
-    A decoder takes its prompt at once and what follows token by token, all through one cache.
+    A decoder takes its prompt at once and what follows token by token, all through one cache.  One that verifies
+    drafted tokens takes what follows once more, at once and beside drafts that lead nowhere.
 
     Returns:
         Errors by name, and the largest that rounding explains.  ``output_0``: relative error (root mean square) of the
         stored columns of the first output; ``top_0``, of decoders: by how much another token than the expected one is
-        the likeliest, as a fraction of ten times the logits' root mean square.  NaN where an output is not a number.
+        the likeliest, as a fraction of ten times the logits' root mean square; with ``verify_`` in front, those of
+        verified tokens.  NaN where an output is not a number.
     Raises:
         DamagedBundleError: the stored vectors are missing, or do not suit this model.
     """
@@ -48,6 +50,10 @@ def compare(bundle: Bundle) -> tuple[dict[str, float], float]:
         for number, output in enumerate(outputs):
             table = np.asarray(output, np.float64).reshape(-1, np.shape(output)[-1] if np.ndim(output) else 1)
             errors.update(output_errors(table, stored, number))
+        if bundle.verifies:
+            logits = _verified(bundle, stored).astype(np.float64)
+            found = output_errors(logits.reshape(-1, logits.shape[-1]), stored, 0)
+            errors.update((f"verify_{name}", error) for name, error in found.items())
     return errors, tolerance
 
 
@@ -75,6 +81,28 @@ def _run(bundle: Bundle, stored: Mapping[str, NDArray[Any]]) -> list[Any]:
     if isinstance(outputs, dict):
         return list(outputs.values())
     return outputs if isinstance(outputs, list) else [outputs]
+
+
+def _verified(bundle: Bundle, stored: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+    """Return a decoder's logits [2, S, V] for the stored ids, of which those behind the prompt are verified at once.
+
+    In front of each of these comes another token with the same parent, which nothing follows.
+    """
+    ids, prompt = stored["ids"], int(stored["prompt"][0])
+    session = bundle.session(len(ids), prompt)
+    first = session.step(ids[:, :prompt], np.arange(prompt))
+    tokens, parent, slot = list[int](), list[int](), list[int]()
+    paths: list[list[int]] = [[-1] for _ in ids]
+    for column in ids[:, prompt:].T.tolist():
+        for sequence, token in enumerate(column):
+            tokens += [(token + 1) % bundle.model["vocab_size"], token]
+            parent += [paths[sequence][-1]] * 2
+            slot += [sequence] * 2
+            paths[sequence].append(len(tokens) - 1)
+    if not tokens:  # a model of very few positions
+        return first
+    logits = session.verify(tokens, parent, slot, [t for path in paths for t in path[1:]])
+    return np.concatenate([first, logits.reshape(len(ids), -1, logits.shape[-1])], axis=1)
 
 
 def _inputs(stored: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:

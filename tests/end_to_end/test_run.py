@@ -31,6 +31,7 @@ import compressor
 import compressor.data.text
 import compressor.run.native
 from compressor.capture.capture import capture
+from compressor.cli.contents import inspect_path
 from compressor.data.embedding_texts import load_embedding_texts
 from compressor.data.text import load_evaluation, load_samples
 from compressor.errors import UsageError
@@ -117,6 +118,9 @@ REMOVE = (ChannelPrune, FfnPrune, HeadPrune, SkipLayers)
 DRAFTS = "speculate_lookup_x86"  # integer sums everywhere: verified rows have the bits of steps
 SAVES = "ffn_prune_w4a16_x86"
 """The recipe that is run with a checkpoint as well."""
+
+VERIFIES = "gptq_w4a8_g128_x86"
+"""The recipe that is run with an entry for drafted tokens as well."""
 
 LOSES = {
     "ffn_prune_w4a16_x86": (0.3, 0.7),
@@ -208,8 +212,8 @@ def load_for_test(name: str, short_reference: Path) -> Recipe:
         recipe = load_recipe(name, overrides)
     if recipe.calibration is not None:
         overrides.append("calibration.samples=4")
-    if any(isinstance(step, Distill) for step in recipe.passes):
-        overrides += ["passes.distill.steps=2", "passes.distill.batch=2"]
+    if name == VERIFIES:
+        overrides.append("speculate=auto")
     for step in () if is_whole(name) else filter(packs, recipe.passes):
         first = ", ".join(site.name for site in linear_sites(captured(recipe.model_source()))[:4])
         key = f"passes.{PASSES.name_of(step)}"
@@ -356,6 +360,31 @@ def test_every_shipped_recipe_runs(name: str, run: Callable[[str], Run]) -> None
     assert all(gate.passed for gate in result.outcome.gates)
     verified = verify_bundle(result.bundle, threads=1)
     assert {check.name for check in verified.checks if check.passed} == {*CHECKED}, verified.checks
+
+
+def test_drafted_tokens_are_verified_beside_steps(run: Callable[[str], Run]) -> None:
+    """Its linears are of 8-bit activations in one block, and of floats everywhere else."""
+    result = run(VERIFIES)
+    indices = [*range(len(result.manifest["parameters"]))]
+    assert {name: sorted(used) for name, used in result.manifest["entries"].items()} == {
+        "main": indices,
+        "verify": indices,
+    }
+    assert inspect_path(result.bundle)["entries"] == ["main", "verify"]
+    assert json.loads((result.bundle / "compress.lock").read_text())["recipe"]["speculate"] == "auto"
+    assert "tree_attention" in {kernel["family"] for kernel in result.manifest["kernels"]}
+    bundle = load(result.bundle, threads=1)
+    ids = bundle.tokenizer.encode(PROMPT).ids
+    session, steps = bundle.session(capacity=4), bundle.session()
+    likely = int(session.step([ids])[0, -1].argmax())
+    steps.step([ids])
+    drafts, parent = [5, likely, 6, 7, 8], [-1, -1, 1, 0, 2]
+    logits = session.verify(drafts, parent)
+    session.accept({0: [1, 2, 4]})
+    for token, row in zip((likely, 6, 8), logits[[1, 2, 4]], strict=True):
+        assert np.array_equal(row, steps.step([[token]])[0, 0])
+    assert session.lengths == steps.lengths
+    assert np.array_equal(session.step([[9]]), steps.step([[9]]))
 
 
 @pytest.mark.parametrize("name", RECIPES)

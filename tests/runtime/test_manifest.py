@@ -34,6 +34,8 @@ from compressor.runtime import BundleError, DamagedBundleError, RequestError, lo
         (lambda m: m["parameters"].__setitem__(1, "other"), DamagedBundleError, "lacks 'other'"),
         (lambda m: m.update(parameters=[["embed"]]), DamagedBundleError, "not all of `parameters` is str"),
         (lambda m: m.pop("model"), DamagedBundleError, "`model` is missing"),
+        (lambda m: m.update(entries={"main": [0]}), DamagedBundleError, "`verify` is missing"),
+        (lambda m: m.update(entries={"main": [0], "verify": [9]}), DamagedBundleError, "parameters that are not there"),
         (lambda m: m["model"].update(max_positions=-1), DamagedBundleError, "`max_positions`"),
     ],
 )

@@ -201,6 +201,8 @@ def test_measurements_and_signatures_stand_outside_the_manifest(copy: Path) -> N
             lambda m: [kernel.update(format="W4A16_C") for kernel in m["kernels"] if "format" in kernel],
             "not those of the sites",
         ),
+        (lambda m: m.update(entries={"main": [0], "verify": [0]}), "entries: main, verify: not those of a module"),
+        (lambda m: m.update(entries={"main": [0, 99], "text": [0]}), "entries.main: names parameters that are not"),
         (lambda m: m["model"].update(eos_ids=[-1]), "model.eos_ids.0"),
         (lambda m: m.update(versions={"python": 3}), "versions.python"),
     ],

@@ -87,6 +87,7 @@ class Bundle:
             raise DamagedBundleError(f"{root}: the manifest's `encoder_source` cannot be; copy the bundle again")
         arrays = [device.put(array) for array in read_parameters(root, manifest)]
         used = entry_indices(manifest)
+        self.verifies = "verify" in used  # drafted tokens
         self._parameters = {name: tvm_ffi.convert([arrays[i] for i in indices]) for name, indices in used.items()}
         self.verifies = "verify" in used  # drafted tokens
         self.vm = Vm(member(root, library), threads, device)
