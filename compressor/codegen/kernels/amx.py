@@ -38,10 +38,10 @@ def tile(name: str, *arguments: Any) -> None:
     _emit(f"x86.{name}", *arguments)
 
 
-def prefetch(element: Any, offset_bytes: Any, writes: bool = False) -> None:
-    """Ask for the cache line so far behind an element; an address that is not there does no harm."""
+def prefetch(element: Any, offset_bytes: Any, writes: bool = False, level: int = 1) -> None:
+    """Ask a cache for the line so far behind an element; an address that is not there does no harm."""
     place = T.handle_add_byte_offset(T.address_of(element), offset_bytes)
-    _emit("prefetch", place, T.int32(writes), T.int32(3), T.int32(1))
+    _emit("prefetch", place, T.int32(writes), T.int32(4 - level), T.int32(1))
 
 
 def _emit(name: str, *arguments: Any) -> None:
