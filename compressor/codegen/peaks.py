@@ -30,9 +30,11 @@ _REPEATS, _SECONDS_EACH = 5, 0.01
 _TILES_INT8, _TILES_BFLOAT16 = 8, 16
 
 
-def measure_peaks(threads: int) -> dict[str, float]:
+def measure_peaks(threads: int, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
     """Return seconds, the least that were measured, of all threads together.
 
+    Args:
+        clock: CPU time suits one thread beside other processes.
     Returns:
         ``peak_flop`` and ``peak_int8_op``: of an operation of a product, from registers alone (a multiplication and an
         addition are two); ``peak_read_byte``: of a byte read from memory; ``cached_read_byte``: from the second-level
@@ -41,21 +43,21 @@ def measure_peaks(threads: int) -> dict[str, float]:
     isa = X86().resolve()
     configure_threads(threads)
     tiles = (_TILES_BFLOAT16, _TILES_INT8) if isa.matrix_unit else (1, 1)
-    flop, int8 = measure_vectors(isa, threads)
+    flop, int8 = measure_vectors(isa, threads, clock)
     return {
         "peak_flop": flop / tiles[0],
         "peak_int8_op": int8 / tiles[1],
-        "peak_read_byte": _reading(isa, _LARGE_BYTES),
-        "cached_read_byte": _reading(isa, _CACHED_BYTES * threads),
+        "peak_read_byte": _reading(isa, _LARGE_BYTES, clock),
+        "cached_read_byte": _reading(isa, _CACHED_BYTES * threads, clock),
     }
 
 
-def measure_vectors(isa: Isa, threads: int) -> tuple[float, float]:
+def measure_vectors(isa: Isa, threads: int, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
     """Return the least seconds of an operation of a product in vectors: float32, and int8."""
     dot4 = isa.dot4
     assert dot4 is not None  # every instruction set of x86 has one
-    flop = _products(isa, threads, _fma(isa.lanes), "float32", 2)
-    return flop, _products(isa, threads, lambda acc, a, b: dot4(acc, a, b, 4), "int32", 8)
+    flop = _products(isa, threads, _fma(isa.lanes), "float32", 2, clock)
+    return flop, _products(isa, threads, lambda acc, a, b: dot4(acc, a, b, 4), "int32", 8, clock)
 
 
 def _build(func: tvm.tirx.PrimFunc, isa: Isa) -> Any:
@@ -63,15 +65,15 @@ def _build(func: tvm.tirx.PrimFunc, isa: Isa) -> Any:
     return tvm.compile(module, target=X86().tvm_target(isa))["kernel"]
 
 
-def _least(run: Callable[[], Any]) -> float:
+def _least(run: Callable[[], Any], clock: Callable[[], float]) -> float:
     """Return the seconds of the fastest repeat, after one to warm up."""
     run()
     times: list[float] = []
     end = time.perf_counter() + _SECONDS_EACH * _REPEATS
     while len(times) < _REPEATS or time.perf_counter() < end:
-        begin = time.perf_counter()
+        begin = clock()
         run()
-        times.append(time.perf_counter() - begin)
+        times.append(clock() - begin)
     return min(times)
 
 
@@ -83,14 +85,21 @@ def _fma(lanes: int) -> Callable[[Any, Any, Any], Any]:
     return step
 
 
-def _products(isa: Isa, threads: int, step: Callable[[Any, Any, Any], Any], dtype: str, ops: int) -> float:
+def _products(
+    isa: Isa,
+    threads: int,
+    step: Callable[[Any, Any, Any], Any],
+    dtype: str,
+    ops: int,
+    clock: Callable[[], float],
+) -> float:
     """Return the seconds of an operation, of which ``step`` does ``ops`` in each lane of a register."""
     kernel, rounds = _build(_chains(step, dtype, isa.lanes), isa), 1
     x = tvm.runtime.tensor(np.ones((_STEPS * _ROWS + _COLUMNS, isa.lanes), dtype))
     y = tvm.runtime.tensor(np.zeros((threads, isa.lanes), dtype))
     while True:  # until it takes long enough for the threads' start not to count
         counter = tvm.runtime.tensor(np.zeros(rounds, np.uint8))
-        seconds = _least(lambda counter=counter: kernel(x, counter, y))  # type: ignore[misc]
+        seconds = _least(lambda counter=counter: kernel(x, counter, y), clock)  # type: ignore[misc]
         if seconds > _SECONDS_EACH:
             return seconds / (threads * rounds * _STEPS * _CHAINS * ops * isa.lanes)
         rounds *= 4
@@ -128,8 +137,8 @@ def _chains(step: Callable[[Any, Any, Any], Any], dtype: str, lanes: int) -> tvm
     return kernel
 
 
-def _reading(isa: Isa, size_bytes: int) -> float:
+def _reading(isa: Isa, size_bytes: int, clock: Callable[[], float]) -> float:
     kernel = _build(read_bandwidth(), isa)
     words = np.ones((PARTS, max(1, size_bytes // (PARTS * 256)), 4, _LANES), np.int32)
     x, y = tvm.runtime.tensor(words), tvm.runtime.tensor(np.zeros((PARTS, _LANES), np.int32))
-    return _least(lambda: kernel(x, y)) / words.nbytes
+    return _least(lambda: kernel(x, y), clock) / words.nbytes

@@ -208,6 +208,9 @@ def _pdep(values: Any, flags: Any, others: Any) -> Any:
     return T.bitwise_or(pdep(values, octets), T.bitwise_and(others, T.bitwise_not(octets)))
 
 
+_PAGE_BYTES = 4096
+"""Processors do not fetch beyond a page by themselves, and each page takes as long as a miss to begin with."""
+
 AVX2 = Isa(
     "avx2",
     8,
@@ -217,6 +220,7 @@ AVX2 = Isa(
     lookup16=_permute8_twice,
     ones_of_bytes=_pshufb(8, "llvm.x86.avx2.pshuf.b"),
     spread_eight=_pdep,
+    ahead_bytes=_PAGE_BYTES,
 )
 AVX512_VNNI = Isa(
     "avx512_vnni",
@@ -229,6 +233,7 @@ AVX512_VNNI = Isa(
     ones_of_bytes=_pshufb(16, "llvm.x86.avx512.pshuf.b.512"),
     squeeze=_compress(16, "int32"),
     spread_eight=_pdep,
+    ahead_bytes=_PAGE_BYTES,
 )
 AVX512_VPOPCNTDQ = replace(
     AVX512_VNNI,

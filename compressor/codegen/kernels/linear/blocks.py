@@ -13,6 +13,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from compressor.codegen.kernels.amx import prefetch
+from compressor.codegen.kernels.linear.expand import ExpandedProducts
 from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.squeeze import ROOM, KeptProducts, squeezing
 from compressor.codegen.kernels.vector import registers
@@ -22,9 +24,10 @@ _TOKENS, _TOKENS_OF_LONG = (8, 6, 4, 2), (8, 4)
 """Tokens of blocks; fewer blocks where a chunk takes so many statements that they would double the time to compile."""
 _MOST_TILES = 4
 _MOST_STATEMENTS = 64  # of a chunk: LLVM's time grows with their square
-_MOST_OUTPUTS = 15  # registers: of less than 1 KB (:func:`compressor.codegen.kernels.vector.registers`)
-_SUMS = {16: 24, 8: 12}
-"""Registers of sums, by lanes: of 32, or 16, of which codes and activations take others."""
+_SLOW_TOKENS = 6
+"""Tokens from which on a page takes longer than the processor fetches ahead of it; for fewer, asking costs more."""
+_SUMS = {16: 16, 8: 12}
+"""Registers of sums, by lanes: of 32, or 16, of which codes, activations and outputs take others."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,6 @@ def blocks(body: Products, tiles: int) -> list[Block]:
     found = []
     for tokens in _TOKENS_OF_LONG if is_long else _TOKENS:
         most = min(_SUMS.get(body.isa.lanes, 8) // (tokens * each), _MOST_STATEMENTS // (tokens * quads))
-        most = min(most, _MOST_OUTPUTS // tokens)
         if most:
             counts = (n for n in (_MOST_TILES, 2, 1) if n <= most and tiles % n == 0)
             found.append(Block(tokens, 1 if body.fmt.codebook else max(counts)))  # its values are in registers as well
@@ -120,16 +122,32 @@ def vector_block(shape: Any, store: Any) -> Any:
     gathers, kept = body is not shape.given, body.chunks * body.fmt.chunk_columns
     squeeze = squeezing(body, shape.columns, shape.kept, body.isa) if isinstance(body, KeptProducts) else None
     kind = "int8" if body.integer else "float32"
+    ahead = 0 if isinstance(body, ExpandedProducts) else body.isa.ahead_bytes
+
+    def ask(codes: Any, first: Any, chunk: Any, n_tokens: int, n_tiles: int) -> None:
+        for n in range(n_tiles if ahead and n_tokens >= _SLOW_TOKENS else 0):
+            for word in range(body.fmt.chunk_words):  # of 16 rows, a line
+                prefetch(codes[first + n, chunk, word, 0], ahead, level=2)
+
+    @T.inline
+    def store_token(at, tokens, weight, out, first, n_tiles, token):
+        if token < tokens:
+            for n in T.unroll(n_tiles):
+                store(at, weight, out, first + n, token, 0, n)
+
+    def store_all(at: Any, tokens: Any, weight: Any, out: list[Any], first: Any, n_tiles: int, m0: Any) -> None:
+        for t, own in enumerate(out):
+            store_token(at, tokens, weight, own, first, n_tiles, m0 + t)
 
     @T.inline
     def block(at, tokens, weight, first, n_tiles, m0, n_tokens):
         codes, scales, zeros, codebook = T.meta_var(
             [weight.parts.get(name) for name in ("codes", "scales", "zeros", "codebook")]
         )
-        sizes = T.meta_var((n_tokens, n_tiles, TILE_ROWS))
+        sizes = T.meta_var((1, n_tiles, TILE_ROWS))
         partial = T.meta_var((body.accumulators * n_tiles, TILE_ROWS))
         acc = T.meta_var(registers(n_tokens, partial, shape.kind))
-        out = T.alloc_buffer(sizes, "float32")
+        out = T.meta_var(registers(n_tokens, sizes))
         values = T.alloc_buffer((4, TILE_ROWS), "float32")  # of four columns
         table = T.alloc_buffer((n_tiles, body.table_size, TILE_ROWS), "float32")  # of a group
         factor = T.meta_var(at.factor if by_group else None)
@@ -145,10 +163,9 @@ def vector_block(shape: Any, store: Any) -> Any:
             body.load_table(table, codebook, first, g, n_tiles)
             for c in range(T.min(body.group_chunks, chunks - g * body.group_chunks)):
                 chunk = T.meta_var(g * body.group_chunks + c)
+                ask(codes, first, chunk, n_tokens, n_tiles)
                 body.add_chunk(acc, a, codes, values, table, first, m, chunk, n_tokens, n_tiles)
             body.end_group(out, acc, sums, scales, factor, first, m, g, n_tokens, n_tiles)
-        for t in range(T.min(T.int64(n_tokens), tokens - m0)):  # not unrolled: LLVM's time grows with statements
-            for n in T.unroll(n_tiles):
-                store(at, weight, out, first + n, m0 + t, t, n)
+        store_all(at, tokens, weight, out, first, n_tiles, m0)
 
     return block

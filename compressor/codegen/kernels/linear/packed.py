@@ -20,7 +20,7 @@ from tvm.script import tirx as T
 
 from compressor.codegen.isa import INDEPENDENT_ROWS, Isa
 from compressor.codegen.kernels import amx
-from compressor.codegen.kernels.amx import SIDE
+from compressor.codegen.kernels.amx import ROW_BYTES, SIDE
 from compressor.codegen.kernels.linear import bit_planes, expand, prompts
 from compressor.codegen.kernels.linear import tiles as amx_tiles
 from compressor.codegen.kernels.linear.bit_planes import PlaneProducts
@@ -144,7 +144,7 @@ class Shape:
         is_final = body.groups == 1 and not (weights.is_ragged or body.fmt.extras)
         tiles = TileProducts(body, columns, schedule.gemm_tiles, is_final=is_final, blocks=blocks)
         # Bytes from one token's activations to the next, those that fill up chunks or registers included.
-        width = tiles.stride if is_tiled else given.chunks * fmt.chunk_columns
+        width = tiles.stride if is_tiled else _apart(given.chunks * fmt.chunk_columns, 1 if body.integer else 4)
         if body is not given:
             width = -(-width // ROOM) * ROOM  # whole registers are squeezed
         round_to = tiles.sides * SIDE if is_tiled else schedule.gemm_tokens
@@ -160,6 +160,15 @@ class Shape:
     def kind(self) -> str:
         """Type of sums."""
         return "int32" if self.body.integer else "float32"
+
+
+def _apart(columns: int, size_bytes: int) -> int:
+    """Return the elements of a row, filled up to an odd number of cache lines.
+
+    Of rows that are a power of two apart, the same columns of all tokens would meet in the same few sets of the cache.
+    """
+    line = ROW_BYTES // size_bytes
+    return (-(-columns // line) | 1) * line
 
 
 def fused_linear(

@@ -62,7 +62,8 @@ class Products:
     def clear(self, out: Any, n_tokens: int, n_tiles: int) -> None:
         """Set the outputs to zero, unless the only group sets them."""
         for t, n, at in self.lanes(n_tokens if self.groups > 1 else 0, n_tiles):
-            T.buffer_store(out, T.broadcast(T.float32(0), self.isa.lanes), [t, n, at])
+            buffer, place = outputs_of(out, t)
+            T.buffer_store(buffer, T.broadcast(T.float32(0), self.isa.lanes), [place, n, at])
 
     def start_group(
         self, acc: Any, sums: Any, zeros: Any, first: Any, m0: Any, g: Any, n_tokens: int, n_tiles: int
@@ -129,7 +130,8 @@ class Products:
             if scales is not None:
                 scale = scale_values(self.of_rows(scales, first + n, g, at), self.fmt, self.isa.lanes)
             value = self.scaled(acc[t][n, at], scale, sums, factor, m0 + t, g)
-            T.buffer_store(out, value if self.groups == 1 else out[t, n, at] + value, [t, n, at])
+            buffer, place = outputs_of(out, t)
+            T.buffer_store(buffer, value if self.groups == 1 else buffer[place, n, at] + value, [place, n, at])
 
     def scaled(self, total: Any, scale: Any, sums: Any, factor: Any, m: Any, g: Any) -> Any:
         """Scale a group's sums for a token, as float32."""
@@ -142,6 +144,11 @@ class Products:
         if factor is not None:
             scale = scale * T.broadcast(factor[m, g // self.act_span], lanes)
         return value * scale
+
+
+def outputs_of(out: Any, token: int) -> tuple[Any, int]:
+    """Return the buffer [tokens, tiles, 16] that has a token's outputs, one for all or one each, and its place there."""
+    return (out[token], 0) if isinstance(out, list) else (out, token)
 
 
 def _entry(table: Any, n: int, at: Any, level: int) -> Any:
