@@ -56,6 +56,7 @@ from compressor.passes.ffn_prune import FfnPrune
 from compressor.passes.head_prune import HeadPrune
 from compressor.passes.rtn import Rtn
 from compressor.passes.skip_layers import SkipLayers
+from compressor.passes.swift_kv import SwiftKv
 from compressor.pipeline.context import Context
 from compressor.recipe.data_spec import DataSource, EvaluationSpec
 from compressor.recipe.recipe import SPECULATIONS, Recipe, load_recipe
@@ -109,7 +110,7 @@ FIVE_BLOCKS = {  # the other recipes for the shipped model take its first two bl
     "skip_layers_x86",  # of two blocks, the first and the last stay
     "rotation_w4a8_g64_x86",  # stores vectors that no format counts: 2% of two blocks' bytes
 }
-REMOVE = (ChannelPrune, FfnPrune, HeadPrune, SkipLayers)
+REMOVE = (ChannelPrune, FfnPrune, HeadPrune, SkipLayers, SwiftKv)
 """Passes that make linears smaller or fewer, and leave them dense."""
 DRAFTS = "speculate_lookup_x86"  # integer sums everywhere: verified rows have the bits of steps
 SAVES = "ffn_prune_w4a16_x86"
@@ -120,6 +121,7 @@ LOSES = {
     "head_prune_w4a16_x86": (0.6, 0.6),
     "channel_prune_w4a16_x86": (0.3, 0.7),
     "skip_layers_x86": (1.0, 0.4),  # with hardly any training, see `load_for_test`
+    "swift_kv_x86": (1.0, 0.4),  # with hardly any training, see `load_for_test`
     "sparsegpt_w8a16_x86": (0.6, 0.6),
     "sparsegpt_w8a16_2of4_x86": (0.6, 0.6),
 }
@@ -204,8 +206,10 @@ def load_for_test(name: str, short_reference: Path) -> Recipe:
         recipe = load_recipe(name, overrides)
     if recipe.calibration is not None:
         overrides.append("calibration.samples=4")
-    if any(isinstance(step, Distill) for step in recipe.passes):
-        overrides += ["passes.distill.steps=2", "passes.distill.batch=2"]
+    for step in recipe.passes:
+        if isinstance(step, Distill | SwiftKv):
+            key = f"passes.{PASSES.name_of(step)}"
+            overrides += [f"{key}.steps=2", f"{key}.batch=2"]
     for step in () if is_whole(name) else filter(packs, recipe.passes):
         first = ", ".join(site.name for site in linear_sites(captured(recipe.model_source()))[:4])
         key = f"passes.{PASSES.name_of(step)}"
