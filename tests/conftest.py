@@ -150,6 +150,7 @@ def write_module(require_tool: Callable[[str], Path]) -> Callable[..., Path]:
             recipe={},
             sites=[dataclasses.asdict(record) for record in context.records],
             kernels=library.kernels,
+            entries=library.entries,
             cpu_features=library.isa.cpu_flags,
             dense_weight_bytes=dense_weight_bytes,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compressor_runtime import PIECE_BYTES, load, sha256
+from compressor_runtime import PIECE_BYTES, RequestError, load, sha256
+from compressor_runtime.speculation.acceptance import Acceptance
+from compressor_runtime.speculation.lookup import Lookup
 
 SOURCE = Path(__file__).resolve().parents[1] / "export" / "native"
 POSITIONS = 300
@@ -59,10 +62,11 @@ def write_llama(
     from compressor.graph.model import weight_bytes
     from compressor.pipeline.context import Context
 
-    def write(*passes: Any) -> Path:
+    def write(*passes: Any, speculates: bool = False) -> Path:
         sizes = {"vocab_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
         graph = capture(random_llama(**sizes, max_position_embeddings=POSITIONS, initializer_range=0.3))
-        graph.meta["model"] = dataclasses.replace(graph.meta["model"], eos_ids=())  # it goes on to the last position
+        # It goes on to the last position.
+        graph.meta["model"] = dataclasses.replace(graph.meta["model"], eos_ids=(), speculates=speculates)
         context, dense_weight_bytes = Context(), weight_bytes(graph)
         for step in passes:
             graph = step.run(graph, context)
@@ -80,11 +84,11 @@ def bundle(write_llama: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def packed_bundle(write_llama: Callable[..., Path]) -> Path:
-    """Its caches are packed, and its prompts take AMX where the CPU has it."""
+    """Its caches are packed, its prompts take AMX where the CPU has it, and it verifies drafted tokens."""
     from compressor.passes.kv_cache import KvCache
     from compressor.passes.rtn import Rtn
 
-    return write_llama(Rtn("W4A8_G32"), KvCache("INT8"))
+    return write_llama(Rtn("W4A8_G32"), KvCache("INT8"), speculates=True)
 
 
 @pytest.fixture
@@ -125,6 +129,107 @@ def test_generation_ends_before_an_end_of_sequence(runner: Runner, copy: Path) -
     edit_manifest(copy, lambda manifest: manifest["model"].update(eos_ids=[ids[end]]))
     assert runner(copy, PROMPT, "--max-tokens", 20).stdout == ",".join(map(str, ids[:end])) + "\n"
     assert runner(copy, PROMPT, "--max-tokens", 0).stdout == "\n"
+
+
+def lookups(text: list[int]) -> list[int]:
+    """Return what followed the longest match of a text's last tokens, by the Python run-time's index."""
+    index = Lookup(Acceptance(lambda source: 1.0))
+    index.extend(text)
+    matches = index.matches()
+    return text[matches[0][1] :] if matches else []
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A prompt whose plain continuation agrees, behind three tokens, with what its lookup drafts.
+
+    The first verification comes there whatever the times: after two steps, by the guess of what a row costs.
+    """
+
+    prompt: list[int]
+    expected: list[int]
+    accepted: int
+
+
+@pytest.fixture(scope="module")
+def repeating(packed_bundle: Path) -> Run:
+    python = load(packed_bundle, threads=1)
+    for turn in range(len(PROMPT)):
+        start = PROMPT[turn:] + PROMPT[:turn]
+        text = [*start, *python.generate_ids(start, max_tokens=POSITIONS)]
+        for place in range(len(start) + 3, len(text) - 20):
+            agreeing = [a == b for a, b in zip(lookups(text[:place]), text[place:], strict=False)]
+            count = agreeing.index(False) if False in agreeing else 0
+            # So few that the wrong token behind them is drafted too; all differ.
+            if 2 < count < 6 and len(set(text[place - 3 : place + count])) == count + 3:
+                return Run(text[: place - 3], text[place - 3 :], count)
+    raise AssertionError("no prompt's continuation repeats itself")
+
+
+def figures(done: subprocess.CompletedProcess[str]) -> list[float]:
+    """Return verifications, tokens drafted, accepted and of a verification, and plain steps."""
+    words = "lookup: N verifications, N tokens drafted, N accepted, N tokens a verification, N plain steps, N tokens/s"
+    found = re.fullmatch(words.replace("N", r"([\d.]+)") + "\n", done.stderr)
+    assert found, done.stderr
+    return [float(figure) for figure in found.groups()[:5]]
+
+
+def ids_of(done: subprocess.CompletedProcess[str]) -> list[int]:
+    assert done.returncode == 0, done.stderr
+    return [int(token) for token in done.stdout.split(",")]
+
+
+def test_drafted_tokens_change_no_token(runner: Runner, packed_bundle: Path, repeating: Run) -> None:
+    drafting, prompt, expected = ("--speculate", "lookup"), repeating.prompt, repeating.expected
+    run, count = runner(packed_bundle, prompt, "--max-tokens", POSITIONS, *drafting), repeating.accepted
+    assert ids_of(run) == expected and len(prompt) + len(expected) == POSITIONS + 1
+    verifications, drafted, accepted, each, steps = figures(run)
+    # The first draft went on behind what was right.
+    assert verifications >= 1 and drafted > accepted >= count and each == round(1 + accepted / verifications, 2)
+    assert len(expected) == 1 + verifications + accepted + steps
+    text = prompt + expected
+    run = runner(packed_bundle, text[: len(PROMPT)], "--max-tokens", POSITIONS, *drafting)  # the caches grow
+    assert ids_of(run) == text[len(PROMPT) :]
+    for tokens in range(1, count + 5):  # ends before, in and behind the first verification
+        run = runner(packed_bundle, prompt, "--max-tokens", tokens, *drafting)
+        assert ids_of(run) == expected[:tokens]
+        if 4 < tokens < count + 5:  # as many drafted as may be needed, all of them right
+            assert figures(run) == [1, tokens - 4, tokens - 4, tokens - 3, 2]
+    run = runner(packed_bundle, prompt, "--max-tokens", 20, "--speculate", "off")
+    assert ids_of(run) == expected[:20] and not run.stderr
+
+
+def test_a_text_ends_in_a_run_of_drafted_tokens(
+    runner: Runner, packed_bundle: Path, repeating: Run, tmp_path: Path
+) -> None:
+    copy, place = Path(shutil.copytree(packed_bundle, tmp_path / "copy")), 2 + repeating.accepted
+    prompt, expected = repeating.prompt, repeating.expected
+    end = expected[place]  # the last drafted token that is right
+    assert end not in expected[:place]
+    edit_manifest(copy, lambda manifest: manifest["model"].update(eos_ids=[end], speculate="lookup"))
+    run = runner(copy, prompt, "--max-tokens", 50)
+    assert ids_of(run) == expected[:place] == list(load(copy, threads=1).generate_ids(prompt, max_tokens=50))
+    assert figures(run) == [1, place - 3, place - 3, place - 2, 2]
+    limit = len(prompt) + place - 1  # of positions: the last token needs none
+    edit_manifest(copy, lambda manifest: manifest["model"].update(eos_ids=[], max_positions=limit, speculate="auto"))
+    run = runner(copy, prompt, "--max-tokens", 50)
+    assert ids_of(run) == expected[:place] == list(load(copy, threads=1).generate_ids(prompt, max_tokens=50))
+    assert figures(run)[:3] == [1, place - 4, place - 4]
+    for kind in ("off", "recycle"):  # of which the runner has none
+        edit_manifest(copy, lambda manifest, kind=kind: manifest["model"].update(speculate=kind))
+        run = runner(copy, prompt, "--max-tokens", 5)
+        if kind == "off":  # the command's word, not a recipe's
+            refused(run, 4, "`speculate` has a value that cannot be")
+        else:
+            assert ids_of(run) == expected[:5] and not run.stderr
+
+
+def test_a_bundle_that_verifies_nothing_refuses_drafts_as_in_python(runner: Runner, bundle: Path) -> None:
+    with pytest.raises(RequestError) as error:
+        load(bundle, threads=1).generate_ids([1], speculate="lookup")
+    refused(runner(bundle, [1], "--speculate", "lookup"), error.value.exit_code, str(error.value))
+    refused(runner(bundle, [1], "--speculate", "recycle"), 2, "--speculate 'recycle': give 'lookup' or 'off'")
+    refused(runner(bundle, [1], "--speculate"), 2, "--speculate: no value")
 
 
 def test_requests_that_the_model_cannot_serve(runner: Runner, bundle: Path, tmp_path: Path) -> None:
@@ -200,6 +305,13 @@ def test_a_large_file_is_checked_by_its_pieces(runner: Runner, copy: Path) -> No
         ),
         (lambda m: m["parameter_types"][0].update(shape=[1]), 4, "is not of the type and shape"),
         (lambda m: m["parameters"].append("x"), 4, "`parameters`"),
+        (lambda m: m["model"].update(speculate=1), 4, "`speculate` is missing or of another type"),
+        (lambda m: m.update(entries={"main": [0]}), 4, "`verify` is missing"),
+        (
+            lambda m: m.update(entries={"main": [0], "verify": [999]}),
+            4,
+            "`entries` names parameters that are not there",
+        ),
         (lambda m: m.update(libraries=[]), 4, "manifest.json: `libraries` is empty; copy the bundle again"),
         (lambda m: m.update(libraries=None), 4, "`libraries` is missing or of another type"),
     ],

@@ -57,7 +57,10 @@ class ChannelPrune(Pass):
         ignore: patterns of linears and convolutions whose channels stay.
     """
 
-    exact_advice = "give channel_prune `allocate: uniform`"
+    inexact = (
+        "decides the width of each layer as it runs, and config.json has one number for all of them: give "
+        "channel_prune `allocate: uniform`"
+    )
 
     ratio: float | None = None
     parameters: float | None = None

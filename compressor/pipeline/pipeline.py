@@ -33,14 +33,14 @@ class Pass(ABC):
         scheme_format: class that parses the names under an option ``scheme``.
         choosing_options: options that only choose the linears; they are not part of a finished segment's cache key.
         costly_options: switches that take memory or time, which advice for a run that does not fit turns off.
-        exact_advice: what to change so that the samples decide no sizes (:meth:`plans_sizes`), for messages.
+        inexact: what it decides as it runs where :meth:`plans_sizes` is false, and what to do about it, for messages.
         needs_dense: whether it compares with the graph before the first linear was packed, ``Context.dense``.
     """
 
     scheme_format: ClassVar[Any] = Format
     choosing_options: ClassVar[tuple[str, ...]] = ("targets", "ignore")
     costly_options: ClassVar[tuple[str, ...]] = ()
-    exact_advice: ClassVar[str] = "choose options that leave all layers alike"
+    inexact: ClassVar[str] = "decides the sizes of layers as it runs"
     needs_dense: ClassVar[bool] = False
 
     @abstractmethod

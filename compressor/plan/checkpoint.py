@@ -62,11 +62,7 @@ def _plan(planned: PlannedPasses, recipe: Recipe) -> PlannedCheckpoint:
     last, is_program = recipe_name(recipe.passes[after - 1]), is_program_file(Path(recipe.checkpoint or ""))
     for step, planned_pass in zip(recipe.passes[:after], planned.passes, strict=False):
         if not is_program and not planned_pass.is_exact:
-            name = recipe_name(step)
-            raise UsageError(
-                f"bundle only: {name} decides as it runs which layers stay or how wide each is, they differ, and "
-                f"config.json is written for what is known before: {step.exact_advice}, or leave `checkpoint` out"
-            )
+            raise UsageError(f"bundle only: {recipe_name(step)} {step.inexact}, or leave `checkpoint` out")
     graph = graphs[after]
     form = plan_program(graph) if is_program else plan_folder(graph, recipe.trust_remote_code)
     note = f"checkpoint: the model as {last} leaves it goes to {recipe.checkpoint}, {form.words}"

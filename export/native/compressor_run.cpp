@@ -33,6 +33,7 @@
 #include <thread>
 #include <vector>
 
+#include "lookup.h"
 #include "sha256.h"
 
 namespace {
@@ -49,11 +50,13 @@ constexpr size_t kLargestHeader = 16 << 20, kDeepest = 64, kMostDimensions = 16;
 constexpr int64_t kMostLayers = 4096;
 constexpr int kShareCores = -3;  // TVM's kSpecifyThreadShareAllCore: threads may run on all given cores, none is pinned
 constexpr const char* kUsage =
-    "usage: compressor_run BUNDLE --ids 1,2,3 [--max-tokens N] [--threads T] [--logits FILE]\n"
+    "usage: compressor_run BUNDLE --ids 1,2,3 [--max-tokens N] [--threads T] [--speculate lookup|off] [--logits FILE]\n"
     "  BUNDLE        the folder that `compress run` wrote\n"
     "  --ids         the prompt's token ids\n"
     "  --max-tokens  at most so many new tokens (default: 64); each is the likeliest one\n"
     "  --threads     threads that check the files and run the kernels (default: the physical cores available)\n"
+    "  --speculate   lookup drafts tokens, and verifies several in a step where that is faster; the ids are the same\n"
+    "                (default: lookup where the bundle's recipe says lookup or auto, else off)\n"
     "  --logits      write the float32 logits after the prompt to FILE, as they are in memory\n";
 
 enum Code { kUnusable = 1, kBadRequest = 2, kDamaged = 4 };  // exit codes
@@ -352,6 +355,7 @@ struct Model {
   int64_t vocabulary, layers, kv_heads, limit, row_bytes;  // row: keys, or values, of one token and head
   bool dense_cache;
   std::vector<int64_t> ends;
+  std::string speculate;  // drafts that the recipe asks for; empty for none
 };
 
 Model read_model(const fs::path& root, const json::Object& manifest) {
@@ -363,7 +367,12 @@ Model read_model(const fs::path& root, const json::Object& manifest) {
     fail(kBadRequest, root.string(), ": has recurrent layers, whose states this runner does not keep; run it from Python");
   }
   Model model{field<int64_t>(facts, "vocab_size"), field<int64_t>(facts, "layers"), field<int64_t>(facts, "kv_heads"),
-              field<int64_t>(facts, "max_positions"), 0, true, items<int64_t>(facts, "eos_ids")};
+              field<int64_t>(facts, "max_positions"), 0, true, items<int64_t>(facts, "eos_ids"),
+              field_or<ffi::String>(facts, "speculate", "")};
+  static const std::set<std::string> known = {"", "lookup", "recycle", "auto"};
+  if (known.count(model.speculate) == 0) {
+    fail(kDamaged, "manifest.json: `speculate` has a value that cannot be; copy the bundle again");
+  }
   if (model.limit == 0) model.limit = INT64_MAX;  // the model states none
   // Bundles from before caches had formats do not mention them.
   model.dense_cache = field_or<ffi::String>(facts, "cache_format", "FP32") == "FP32";
@@ -491,6 +500,24 @@ ffi::Array<ffi::Tensor> read_parameters(const fs::path& root, const json::Object
   return parameters;
 }
 
+// Of each entry function, the indices of its parameters; bundles that verify no drafted tokens have `main` alone.
+std::map<std::string, Sizes> read_entries(const json::Object& manifest, size_t parameters) {
+  if (manifest.count("entries") == 0) {
+    Sizes all(parameters);
+    std::iota(all.begin(), all.end(), 0);
+    return {{"main", all}};
+  }
+  auto listed = field<json::Object>(manifest, "entries");
+  std::map<std::string, Sizes> entries;
+  for (const char* name : {"main", "verify"}) {
+    for (int64_t index : entries[name] = items<int64_t>(listed, name)) {
+      if (index >= 0 && index < int64_t(parameters)) continue;
+      fail(kDamaged, "manifest.json: `entries` names parameters that are not there; copy the bundle again");
+    }
+  }
+  return entries;
+}
+
 // --- the kernels
 
 void configure_threads(int threads) {
@@ -505,8 +532,11 @@ void configure_threads(int threads) {
 class Kernels {
  public:
   Kernels(const fs::path& root, const json::Object& manifest, const std::string& library,
-          ffi::Array<ffi::Tensor> parameters, int threads)
-      : library_(member(root, library)), parameters_(parameters) {
+          const ffi::Array<ffi::Tensor>& parameters, int threads)
+      : library_(member(root, library)) {
+    for (const auto& [name, indices] : read_entries(manifest, parameters.size())) {
+      for (int64_t index : indices) entries_[name].parameters.push_back(parameters[index]);
+    }
     fs::path runtime = member(root, "lib/libtvm_runtime.so");
     if (dlopen(runtime.c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr) {
       auto versions = find<json::Object>(manifest, "versions").value_or(json::Object());
@@ -518,18 +548,21 @@ class Kernels {
       ffi::Module module = ffi::Module::LoadFromFile(library_.string());
       machine_ = module->GetFunction("vm_load_executable").value()().cast<ffi::Module>();
       (*machine_)->GetFunction("vm_initialization").value()(1, 0, 2);  // one device: CPU 0, pooled allocator
-      main_ = (*machine_)->GetFunction("main").value();
+      for (auto& [name, entry] : entries_) entry.function = (*machine_)->GetFunction(name).value();
     } catch (const std::exception& error) {
       fail(kUnusable, library_.string(), ": cannot be loaded: ", error.what());
     }
   }
 
-  ffi::Tensor call(std::vector<ffi::Any> arguments) const {
-    arguments.push_back(parameters_);
+  bool verifies() const { return entries_.count("verify") != 0; }  // drafted tokens
+
+  ffi::Tensor call(const std::string& name, std::vector<ffi::Any> arguments) const {
+    const Entry& entry = entries_.at(name);
+    arguments.push_back(entry.parameters);
     std::vector<ffi::AnyView> views(arguments.begin(), arguments.end());
     ffi::Any result;
     try {
-      main_.value().CallPacked(views.data(), int32_t(views.size()), &result);
+      entry.function.value().CallPacked(views.data(), int32_t(views.size()), &result);
       return result.cast<ffi::Tensor>();
     } catch (const std::exception& error) {
       fail(kUnusable, library_.string(), ": does not take what manifest.json describes: ", error.what());
@@ -537,10 +570,14 @@ class Kernels {
   }
 
  private:
+  struct Entry {
+    ffi::Array<ffi::Tensor> parameters;
+    std::optional<ffi::Function> function;
+  };
+
   fs::path library_;
-  ffi::Array<ffi::Tensor> parameters_;
   std::optional<ffi::Module> machine_;
-  std::optional<ffi::Function> main_;
+  std::map<std::string, Entry> entries_;
 };
 
 // Keys and values of the tokens seen so far.
@@ -550,36 +587,60 @@ class Session {
     resize(std::min(capacity, model.limit));
   }
 
-  // Logits [V] after the last of `ids`.
+  // Appends tokens; logits [V] after the last of them.
   std::vector<float> step(const Sizes& ids) {
+    Sizes positions = make_room(ids);
+    std::vector<float> logits = call("main", ids, {positions, {int64_t(ids.size()) - 1}}, 1);
+    accept(ids.size());
+    return logits;
+  }
+
+  // Logits [S, V] after each of a chain of drafted tokens, none of which is appended.
+  std::vector<float> verify(const Sizes& ids) {
+    Sizes positions = make_room(ids), order(ids.size()), parents(ids.size()), slots(ids.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::iota(parents.begin(), parents.end(), -1);
+    return call("verify", ids, {positions, order, parents, slots, positions}, ids.size());
+  }
+
+  // Appends the first of the tokens just verified; a chain's keys and values lie where a step would write them.
+  void accept(size_t count) { position_ += int64_t(count); }
+
+  int64_t left() const { return model_.limit - position_; }
+
+ private:
+  // Positions of tokens that come next.
+  Sizes make_room(const Sizes& ids) {
     auto [least, most] = std::minmax_element(ids.begin(), ids.end());
     if (*least < 0 || *most >= model_.vocabulary) {  // the kernels would read outside the table
       fail(kBadRequest, "token ids from ", *least, " to ", *most, ": the model knows 0 to ", model_.vocabulary - 1,
            "; does the tokenizer belong to this model?");
     }
     int64_t count = int64_t(ids.size());
-    if (count > model_.limit - position_) {
+    if (count > left()) {
       fail(kBadRequest, count, " tokens after ", position_, " others: the model ends at ", model_.limit,
            " positions; give fewer tokens");
     }
     if (position_ + count > capacity_) resize(std::min(model_.limit, std::max(position_ + count, 2 * capacity_)));
     Sizes positions(ids.size());
     std::iota(positions.begin(), positions.end(), position_);
-    std::vector<ffi::Any> arguments = {tensor(ids).as_strided({1, count}, {count, 1}), tensor(positions),
-                                       tensor(Sizes{count - 1})};
+    return positions;
+  }
+
+  std::vector<float> call(const std::string& entry, const Sizes& ids, const std::vector<Sizes>& places, size_t rows) {
+    int64_t count = int64_t(ids.size());
+    std::vector<ffi::Any> arguments = {tensor(ids).as_strided({1, count}, {count, 1})};
+    for (const Sizes& values : places) arguments.push_back(tensor(values));
     for (const Bytes& cache : caches_) arguments.push_back(cache_tensor(cache));
-    ffi::Tensor logits = kernels_.call(std::move(arguments));
-    if (logits.dtype() != DLDataType{kDLFloat, 32, 1} || !logits.IsContiguous() || logits.numel() == 0) {
+    ffi::Tensor logits = kernels_.call(entry, std::move(arguments));
+    if (logits.dtype() != DLDataType{kDLFloat, 32, 1} || !logits.IsContiguous() || logits.numel() == 0 ||
+        logits.numel() % int64_t(rows) != 0) {
       fail(kUnusable, "model.so: its entry returns no float32 logits; compress again");
     }
-    position_ += count;
     auto* data = static_cast<const float*>(logits.data_ptr());
     return std::vector<float>(data, data + logits.numel());
   }
 
-  bool full() const { return position_ == model_.limit; }
-
- private:
   ffi::Tensor cache_tensor(const Bytes& cache) const {
     int64_t width = model_.dense_cache ? model_.row_bytes / 4 : model_.row_bytes;
     DLDataType type = model_.dense_cache ? DLDataType{kDLFloat, 32, 1} : DLDataType{kDLUInt, 8, 1};
@@ -611,10 +672,10 @@ class Session {
   int64_t position_ = 0, capacity_ = 0;
 };
 
-int64_t likeliest(const std::vector<float>& logits) {
+int64_t likeliest(const float* logits, size_t count) {
   size_t best = 0;
   bool numbers = true;
-  for (size_t i = 0; i < logits.size(); ++i) {
+  for (size_t i = 0; i < count; ++i) {
     numbers = numbers && !std::isnan(logits[i]);
     if (logits[i] > logits[best]) best = i;
   }
@@ -631,6 +692,7 @@ struct Options {
   Sizes ids;
   int64_t max_tokens = 64;
   std::optional<int64_t> threads;
+  std::string speculate;  // empty: as the bundle's recipe says
 };
 
 int64_t number(const std::string& option, std::string_view text) {
@@ -650,7 +712,8 @@ Options read_options(const std::vector<std::string>& arguments) {
       options.bundle = name;
       continue;
     }
-    bool known = name == "--ids" || name == "--max-tokens" || name == "--threads" || name == "--logits";
+    bool known = name == "--ids" || name == "--max-tokens" || name == "--threads" || name == "--logits" ||
+                 name == "--speculate";
     if (!known) fail(kBadRequest, "unknown argument '", name, "'; `compressor_run --help` names all");
     if (++i == arguments.size()) fail(kBadRequest, name, ": no value is given; `compressor_run --help` shows how");
     if (name == "--ids") {
@@ -660,6 +723,8 @@ Options read_options(const std::vector<std::string>& arguments) {
       options.max_tokens = number(name, arguments[i]);
     } else if (name == "--threads") {
       options.threads = number(name, arguments[i]);
+    } else if (name == "--speculate") {
+      options.speculate = arguments[i];
     } else {
       options.logits = arguments[i];
     }
@@ -670,7 +735,58 @@ Options read_options(const std::vector<std::string>& arguments) {
   if (options.threads && (*options.threads < 1 || *options.threads > CPU_SETSIZE)) {
     fail(kBadRequest, "--threads ", *options.threads, ": must be from 1 to ", CPU_SETSIZE);
   }
+  if (const std::string& kind = options.speculate; !kind.empty() && kind != "lookup" && kind != "off") {
+    fail(kBadRequest, "--speculate '", kind, "': give 'lookup' or 'off'");
+  }
   return options;
+}
+
+// Where drafts are wanted, what makes them.
+std::optional<lookup::Drafts> make_drafts(const Options& options, const Model& model, const Kernels& kernels) {
+  bool preset = model.speculate == "lookup" || model.speculate == "auto";
+  if (options.speculate.empty() ? !preset : options.speculate == "off") return std::nullopt;
+  if (!kernels.verifies()) {
+    fail(kBadRequest, "speculate='lookup': ", options.bundle.string(), " has no kernels that verify drafted tokens; ",
+         "make it with `speculate: lookup` in its recipe (target x86)");
+  }
+  return lookup::Drafts();
+}
+
+// Prints the likeliest tokens, each as soon as it is there; with drafts they are the same.
+void generate(Session& session, const Model& model, const Options& options, std::vector<float> logits,
+              lookup::Drafts* drafts) {
+  Sizes text = options.ids;
+  int64_t left = std::min(options.max_tokens - 1, session.left()) + 1;  // the last token needs no position
+  auto choose = [&](const float* row, size_t count) {  // false where an end of the text is chosen
+    int64_t token = likeliest(row, count);
+    if (std::count(model.ends.begin(), model.ends.end(), token) != 0) {
+      left = 0;
+      return false;
+    }
+    std::cout << (text.size() == options.ids.size() ? "" : ",") << token << std::flush;
+    text.push_back(token);
+    --left;
+    return true;
+  };
+  if (left > 0) choose(logits.data(), logits.size());
+  while (left > 0) {
+    Sizes drafted = drafts == nullptr ? Sizes() : drafts->draft(text, model.ends, size_t(left - 1));
+    Sizes read = {text.back()};  // what was chosen last, and guesses of what follows it
+    read.insert(read.end(), drafted.begin(), drafted.end());
+    auto begin = lookup::Pace::Clock::now();
+    logits = drafted.empty() ? session.step(read) : session.verify(read);
+    double seconds = lookup::Pace::since(begin);
+    size_t width = logits.size() / (drafted.size() + 1), accepted = 0, known = text.size();
+    while (choose(logits.data() + accepted * width, width) && accepted < drafted.size() &&
+           text.back() == drafted[accepted]) {
+      ++accepted;
+    }
+    if (!drafted.empty()) session.accept(1 + accepted);
+    if (drafts == nullptr) continue;
+    drafts->learn(drafted.size(), accepted, Sizes(text.begin() + int64_t(known), text.end()), seconds);
+  }
+  std::cout << std::endl;
+  if (!std::cout) fail(kUnusable, "standard output cannot be written");
 }
 
 void run(const Options& options) {
@@ -681,23 +797,19 @@ void run(const Options& options) {
   check_files(root, manifest, threads);
   Model model = read_model(root, manifest);
   Kernels kernels(root, manifest, library, read_parameters(root, manifest, model.vocabulary), threads);
+  std::optional<lookup::Drafts> drafts = make_drafts(options, model, kernels);
   int64_t prompt = int64_t(options.ids.size());
   Session session(kernels, model, prompt + std::min<int64_t>(options.max_tokens, 256));
+  auto begin = lookup::Pace::Clock::now();
   std::vector<float> logits = session.step(options.ids);
+  if (drafts) drafts->read_prompt(lookup::Pace::since(begin));
   if (!options.logits.empty()) {
     std::ofstream file(options.logits, std::ios::binary);
     file.write(reinterpret_cast<const char*>(logits.data()), std::streamsize(logits.size() * sizeof(float)));
     if (!file.flush()) fail(kUnusable, options.logits.string(), ": cannot be written; choose another place");
   }
-  for (int64_t i = 0; i < options.max_tokens; ++i) {
-    int64_t token = likeliest(logits);
-    if (std::count(model.ends.begin(), model.ends.end(), token) != 0) break;
-    std::cout << (i == 0 ? "" : ",") << token << std::flush;
-    if (session.full() || i + 1 == options.max_tokens) break;  // no position is left for this token, or no need
-    logits = session.step({token});
-  }
-  std::cout << std::endl;
-  if (!std::cout) fail(kUnusable, "standard output cannot be written");
+  generate(session, model, options, std::move(logits), drafts ? &*drafts : nullptr);
+  if (drafts) std::cerr << drafts->counts.text() << std::endl;
 }
 
 int report(Code code, std::string message) {  // in one line that no terminal would obey

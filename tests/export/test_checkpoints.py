@@ -29,6 +29,7 @@ from compressor.host.resources import resource
 from compressor.passes.channel_prune import ChannelPrune
 from compressor.passes.ffn_prune import FfnPrune
 from compressor.passes.head_prune import HeadPrune
+from compressor.passes.skip_layers import SkipLayers
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.plan.checkpoint import PlannedCheckpoint, plan_checkpoint
@@ -48,8 +49,9 @@ def planned(graph: GraphModule, *steps: Pass) -> FolderForm:
     return plan_folder(meta)
 
 
-def saved(folder: Path, name: str) -> GraphModule:
-    save(folder, *DECODERS[name], True)
+def saved(folder: Path, name: str, **sizes: Any) -> GraphModule:
+    cls, known = DECODERS[name]
+    save(folder, cls, {**known, **sizes}, True)
     return capture(folder)
 
 
@@ -82,6 +84,38 @@ def test_transformers_computes_what_the_smaller_graph_does(
     assert types[0] == types[1]
     assert (folder / "tokenizer.json").read_bytes() == (tmp_path / "dense" / "tokenizer.json").read_bytes()
     check_destination(folder)  # a later run may take its place
+
+
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+SKIPS: list[tuple[str, dict[str, Any], SkipLayers, list[str]]] = [
+    ("GPT-2", {"n_layer": 4}, SkipLayers(0.5, ranking="influence", compare_halves=False), ["n_layer 2"]),
+    (
+        "Gemma 3",
+        {"num_hidden_layers": 3, "layer_types": KINDS},
+        SkipLayers(layers=(1,)),
+        ["num_hidden_layers 2", "layer_types ['sliding_attention', 'sliding_attention']"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "step", "changes"), SKIPS, ids=[name for name, *_ in SKIPS])
+def test_layers_behind_one_that_went_get_its_number(
+    name: str, sizes: dict[str, Any], step: SkipLayers, changes: list[str], tmp_path: Path
+) -> None:
+    graph = saved(tmp_path / "dense", name, **sizes)
+    form = planned(graph, step)
+    assert sorted(form.changes) == sorted(changes)
+    step.run(graph, Context(samples=SAMPLES))
+    assert_equal_outputs(graph, written(tmp_path / "smaller", graph, form))
+    before, after = (len(load_file(at / "model.safetensors")) for at in (tmp_path / "dense", tmp_path / "smaller"))
+    assert after < before
+
+
+def test_a_part_of_a_layer_is_bundle_only() -> None:
+    with pytest.raises(UsageError, match=r"^bundle only: no numbers of config\.json describe it"):
+        planned(reference(), SkipLayers(layers=(2,), part="attention"))
+    with pytest.raises(RecipeError, match="bundle only: skip_layers decides as it runs which layers go"):
+        planned_by_recipe([{"skip_layers": {"remove": 1, "part": "either"}}, RTN])
 
 
 def test_numbers_that_the_stored_type_does_not_hold_are_kept_as_float32(tmp_path: Path) -> None:

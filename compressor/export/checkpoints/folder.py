@@ -1,7 +1,8 @@
 """Write a captured graph whose weights are not packed as a Hugging Face folder: the model's own names, files and types.
 
 config.json         the model's, with other widths or numbers of heads
-*.safetensors       the same tensors in the same files, of the graph's values; what the graph does not read is copied
+*.safetensors       the same tensors in the same files, of the graph's values; what the graph does not read is copied,
+                    but for whole layers that have gone: those behind them get their numbers
 all other files     copied
 """
 
@@ -23,6 +24,7 @@ from compressor.capture.checkpoints.open_checkpoint import open_checkpoint
 from compressor.capture.weights import INDEX_NAME, WeightSource, folder_source
 from compressor.errors import CaptureError, CompressorError, UsageError, VerificationError, first_line
 from compressor.export.checkpoints.configuration import Shape, changes, configurations
+from compressor.export.checkpoints.fewer_layers import Lists, fewer_layers, lists_of
 from compressor.export.checkpoints.programs import why_different
 from compressor.export.manifest import listing, with_total
 from compressor.graph.model import ModelInfo
@@ -82,12 +84,13 @@ def _plan(graph: GraphModule, trust_remote_code: bool) -> FolderForm:
     shapes = {name: (tuple(source.read(name).shape), new) for name, new in fitted.items()}
     stated = read_object(_folder(graph) / _CONFIG)
     config = open_checkpoint(_folder(graph), trust_remote_code, weights=False).config
-    reason = ""
-    for content in configurations(stated, config, graph, shapes):
-        unfit = _why_unfit(content, fitted)
-        reason = unfit or _why_not(graph, source, fitted, content, trust_remote_code)
-        if not reason:
-            return FolderForm(content, tuple(changes(stated, content)), trust_remote_code)
+    reason, lists = "", lists_of(graph)
+    for wide in configurations(stated, config, graph, shapes):
+        for content in fewer_layers(wide, config, lists[1]):
+            unfit = _why_unfit(content, {str(lists[1].renamed(name)): shape for name, shape in fitted.items()})
+            reason = unfit or _why_not(graph, source, fitted, content, trust_remote_code, lists)
+            if not reason:
+                return FolderForm(content, tuple(changes(stated, content)), trust_remote_code)
     raise UsageError(f"no numbers of config.json describe it ({reason})")
 
 
@@ -109,16 +112,27 @@ def write_folder(folder: Path, graph: GraphModule, form: FolderForm) -> None:
         content = {key: value for key, value in content.items() if key != "torch_dtype"} | {"dtype": "float32"}
     _copy_others(_folder(graph), folder)
     (folder / _CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    for file in sorted(set(source.files.values())):
-        names = [name for name in source.names if source.files[name] == file]
-        typed = {name: tensors[name].to(types[name]).contiguous() for name in names}
+    parameters, lists = lists_of(graph)
+    files = _files(source, lists)
+    for file, names in sorted(files.items()):
+        typed = {new: tensors[name].to(types[name]).contiguous() for name, new in names.items()}
         hashes[file.name] = write_safetensors(folder / file.name, typed)
-    _write_index(folder, source, sum(tensors[name].numel() * types[name].itemsize for name in source.names))
+    kept = [name for names in files.values() for name in names]
+    _write_index(folder, files, sum(tensors[name].numel() * types[name].itemsize for name in kept))
     again = capture(folder, trust_remote_code=form.trust_remote_code)
-    if reason := why_different(graph, again):
+    if reason := why_different(graph, again, parameters.renamed):
         raise VerificationError(f"checkpoint: the folder is not the graph that was written: {reason}")
     manifest = {"format": "compressor checkpoint 1", "files": listing(folder, hashes)}
     (folder / _MANIFEST).write_bytes(with_total(manifest))
+
+
+def _files(source: WeightSource, lists: Lists) -> dict[Path, dict[str, str]]:
+    """Return, for each file of the model, its tensors that stay, and the names that they are to have."""
+    found: dict[Path, dict[str, str]] = {}
+    for name in source.names:
+        if (new := lists.renamed(name)) is not None:
+            found.setdefault(source.files[name], {})[name] = new
+    return found
 
 
 def _folder(graph: GraphModule) -> Path:
@@ -203,11 +217,13 @@ def _why_not(
     shapes: Mapping[str, Shape],
     content: Mapping[str, Any],
     trust_remote_code: bool,
+    lists: tuple[Lists, Lists],
 ) -> str:
     """Say why a configuration does not describe a graph, by a folder of it whose tensors are holes; empty if it does.
 
     Args:
         shapes: that stored tensors are to have, as :func:`_shapes` gives them.
+        lists: as :func:`compressor.export.checkpoints.fewer_layers.lists_of` gives them.
     Raises:
         UsageError: the model's own folder cannot be written as it is.
     """
@@ -216,17 +232,19 @@ def _why_not(
     with partial_folder(drafts, "checkpoint") as folder:
         _copy_others(_folder(graph), folder)
         (folder / _CONFIG).write_text(json.dumps(content), encoding="utf-8")
-        for file in set(source.files.values()):
-            tensors = {name: source.read(name) for name in source.names if source.files[name] == file}
-            _write_holes(folder / file.name, {n: (shapes.get(n, tuple(t.shape)), t.dtype) for n, t in tensors.items()})
-        _write_index(folder, source, 0)
+        files = _files(source, lists[1])
+        for file, names in files.items():
+            tensors = {name: source.read(name) for name in names}
+            held = {names[n]: (shapes.get(n, tuple(t.shape)), t.dtype) for n, t in tensors.items()}
+            _write_holes(folder / file.name, held)
+        _write_index(folder, files, 0)
         try:
             found = capture(folder, trust_remote_code=trust_remote_code, weights=False)
         except CompressorError as error:
             if not isinstance(error, CaptureError):
                 raise
             return first_line(error).removeprefix(f"{folder}: ")
-        return why_different(graph, found)
+        return why_different(graph, found, lists[0].renamed)
 
 
 def _copy_others(source: Path, folder: Path) -> None:
@@ -237,13 +255,11 @@ def _copy_others(source: Path, folder: Path) -> None:
                 shutil.copyfile(file, folder / file.name)
 
 
-def _write_index(folder: Path, source: WeightSource, total_bytes: int) -> None:
+def _write_index(folder: Path, files: Mapping[Path, Mapping[str, str]], total_bytes: int) -> None:
     """Write the index of several files; one file needs none."""
-    if len(set(source.files.values())) > 1:
-        content = {
-            "metadata": {"total_size": total_bytes},
-            "weight_map": {name: source.files[name].name for name in sorted(source.names)},
-        }
+    if len(files) > 1:
+        places = {new: file.name for file, names in files.items() for new in names.values()}
+        content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(places.items()))}
         (folder / INDEX_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,15 +15,20 @@ from compressor.graph.rewrite import held_tensor
 _FACTS = ("kind", "vocab_size", "layers", "kv_heads", "head_dim", "states", "max_positions")
 
 
-def why_different(wanted: GraphModule, found: GraphModule) -> str:
-    """Say in what a graph differs from another; empty if they are one program on parameters of equal shapes."""
-    ours, theirs = list(wanted.graph.nodes), list(found.graph.nodes)
-    places = {node: place for nodes in (ours, theirs) for place, node in enumerate(nodes)}
+def why_different(wanted: GraphModule, found: GraphModule, renamed: Callable[[str], str | None] = str) -> str:
+    """Say in what a graph differs from another; empty if they are one program on parameters of equal shapes.
+
+    Args:
+        renamed: the name that a parameter of the first has in the other.
+    """
+    sizes = _sizes(wanted) | _sizes(found)
+    ours, theirs = ([node for node in graph.graph.nodes if node not in sizes] for graph in (wanted, found))
+    places = sizes | {node: f"%{place}" for nodes in (ours, theirs) for place, node in enumerate(nodes)}
     for one, other in zip(ours, theirs, strict=False):
-        if _described(one, places) != _described(other, places):
+        if _described(one, places, renamed) != _described(other, places):
             return f"{describe(one)} would be {_words(other)}, and is {_words(one)}"
         if one.op == "get_attr":
-            first, second = (held_tensor(graph, str(one.target)) for graph in (wanted, found))
+            first, second = held_tensor(wanted, str(one.target)), held_tensor(found, str(other.target))
             if first.shape != second.shape:
                 return f"{one.target} would have shape {list(second.shape)}, and has {list(first.shape)}"
             if not first.is_meta and not second.is_meta and not torch.equal(first, second.to(first.dtype)):
@@ -36,12 +42,23 @@ def why_different(wanted: GraphModule, found: GraphModule) -> str:
     return ""
 
 
-def _described(node: Node, places: dict[Node, int]) -> Any:
+def _sizes(graph: GraphModule) -> dict[Node, str]:
+    """Name the sizes that are read from inputs by the first input with that size: which one is read says nothing."""
+    inputs = graph.graph.find_nodes(op="placeholder")
+    known: dict[str, str] = {}
+    for place, node in enumerate(inputs):
+        for axis, size in enumerate(getattr(node.meta.get("val"), "shape", ())):
+            known.setdefault(str(size), f"size {axis} of %{place}")
+    reads = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int)
+    return {node: known[str(node.meta["val"])] for node in reads if node.args[0] in inputs}
+
+
+def _described(node: Node, places: dict[Node, str], renamed: Callable[[str], str | None] = str) -> Any:
     value = node.meta.get("val")
     shape = [size if type(size) is int else None for size in value.shape] if isinstance(value, Tensor) else None
     if node.op == "get_attr":
-        return node.op, node.target
-    args = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: f"%{places[source]}")
+        return node.op, renamed(str(node.target))
+    args = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: places[source])
     return node.op, str(node.target), repr(args), shape
 
 

@@ -30,6 +30,8 @@ MOST_ROWS = 32
 MOST_NODES = 15
 """Drafted tokens of one text in a verification."""
 
+_REST_STEPS = 16  # while no draft may go on: then they are asked again
+
 
 class Target(Protocol):
     """A model with what it has read, as :class:`compressor_runtime.session.Session`."""
@@ -127,7 +129,7 @@ class Engine:
         single = self._session.batch == 1  # a step appends to all sequences alike; of several, each goes its own way
         while live := [text for text in texts if text.finish_reason is None]:
             if single and not self._may_draft(live[0]):
-                yield [self._step(live[0])]
+                yield from self._rest(live[0])
                 continue
             parts = self._draft(live)
             if single and not parts[0].verified.tokens:
@@ -137,6 +139,25 @@ class Engine:
 
     def _may_draft(self, text: Text) -> bool:
         return text.left > 1 and any(self._pace.may_draft(draft.name, 1) for draft in text.drafts)
+
+    def _rest(self, text: Text) -> Iterator[list[tuple[Text, list[int]]]]:
+        """Take a few plain steps, with next to nothing around them: on small models every microsecond counts."""
+        clock, step, counts = self._pace.clock, self._session.step, self._counts
+        most = _REST_STEPS if self._pace.knows(1) else 1
+        seconds, count = 0.0, 0
+        while count < most and text.finish_reason is None:
+            begin = clock()
+            logits = step([text.tokens[-1:]])
+            seconds += clock() - begin
+            count += 1
+            token = text.choose(logits[0, -1])
+            counts.tokens += token is not None
+            if count == most or text.finish_reason is not None:
+                counts.step_s += seconds
+                counts.steps += count
+                counts.rows[1] += count
+                self._pace.note(1, seconds / count, count)
+            yield [(text, [] if token is None else [token])]
 
     def _draft(self, live: Sequence[Text]) -> list[_Round]:
         """Draft for each text, and take the likeliest of all nodes, as many as are expected to pay."""

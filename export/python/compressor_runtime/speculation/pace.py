@@ -15,7 +15,7 @@ _ROW_GUESS = 0.03  # of a step: a further row's time, until one was measured
 _FIRST_ROWS = 3  # that are added in a first verification; later ones have at most twice the rows of measured ones
 _LEAST_CHANCE = 0.02
 _MARGIN = 0.03  # estimates are of those drafts that look best, so a little less comes true
-_DEBT, _GRACE_STEPS = 0.006, 2
+_DEBT, _GRACE_STEPS = 0.003, 2
 """A draft may have cost this share of all time, and so many steps, more than it has gained."""
 _MOST_CREDIT_STEPS = 20  # a gain of long ago does not pay for long losses
 
@@ -38,15 +38,18 @@ class Pace:
         self._elapsed_s = 0.0
         self._accounts: dict[str, float] = {}
 
-    def note(self, rows: int, seconds: float) -> None:
-        """Remember the time of a step (a row for each sequence), or of a verification with more rows."""
+    def note(self, rows: int, seconds: float, count: int = 1) -> None:
+        """Remember the time of a step (a row for each sequence), or of a verification with more rows.
+
+        Args:
+            count: of so many, on average.
+        """
         times = self._times.setdefault(rows, deque(maxlen=_WINDOW))
         times.append(seconds)
-        self._rounds += 1
-        if len(times) < _WINDOW or self._rounds % 4 == 0:
-            self._medians[rows] = median(times)
+        self._rounds += count
+        self._medians[rows] = median(times)
         self._seen[rows] = self._rounds
-        self._elapsed_s += seconds
+        self._elapsed_s += seconds * count
 
     def wait(self, seconds: float) -> None:
         """Count the time of a prompt, in which no token came."""
