@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule
 
 from compressor.errors import UsageError
+from compressor.graph.kinds.carried import KEPT
 from compressor.graph.model import ModelInfo
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
@@ -93,6 +94,8 @@ class SkipLayers(Pass):
     def requires(self, graph: GraphModule, ctx: Context) -> None:
         """Refuse blocks that the model has not, too many of them, and a loss that it has not."""
         info: ModelInfo = graph.meta["model"]
+        if any(node.target in KEPT for node in graph.graph.nodes):
+            raise UsageError(f"{_NAME}: later layers run kept tokens alone; put it in front of swift_kv")
         if self.ranking == "perplexity" and self.remove is not None and (info.hears or not info.generates):
             raise UsageError(
                 f"{_NAME}: {info.name} predicts no next tokens of text; take ranking iterative or influence"

@@ -57,6 +57,7 @@ from compressor.passes.ffn_prune import FfnPrune
 from compressor.passes.head_prune import HeadPrune
 from compressor.passes.rtn import Rtn
 from compressor.passes.skip_layers import SkipLayers
+from compressor.passes.swift_kv import SwiftKv
 from compressor.pipeline.context import Context
 from compressor.recipe.data_spec import DataSource, EvaluationSpec
 from compressor.recipe.recipe import SPECULATIONS, Recipe, load_recipe
@@ -113,7 +114,7 @@ FIVE_BLOCKS = {  # the other recipes for the shipped model take its first two bl
 }
 STEPS = 4
 """Steps that each training takes here."""
-REMOVE = (ChannelPrune, FfnPrune, HeadPrune, SkipLayers)
+REMOVE = (ChannelPrune, FfnPrune, HeadPrune, SkipLayers, SwiftKv)
 """Passes that make linears smaller or fewer, and leave them dense."""
 DRAFTS = "speculate_lookup_x86"  # integer sums everywhere: verified rows have the bits of steps
 SAVES = "ffn_prune_w4a16_x86"
@@ -127,6 +128,7 @@ LOSES = {
     "head_prune_w4a16_x86": (0.6, 0.6),
     "channel_prune_w4a16_x86": (0.3, 0.7),
     "skip_layers_x86": (1.0, 0.4),  # with hardly any training, see `load_for_test`
+    "swift_kv_x86": (1.0, 0.4),  # with hardly any training, see `load_for_test`
     "sparsegpt_w8a16_x86": (0.6, 0.6),
     "sparsegpt_w8a16_2of4_x86": (0.6, 0.6),
     "distill_blocks_w8a16_x86": (0.6, 0.6),

@@ -26,6 +26,7 @@ from compressor.graph.sites import linear_sites
 from compressor.passes.gptq import Gptq
 from compressor.passes.kv_cache import KvCache
 from compressor.passes.rtn import Rtn
+from compressor.passes.skip_layers import SkipLayers
 from compressor.passes.swift_kv import SwiftKv
 from compressor.pipeline.context import Context
 from compressor.pipeline.observers import VerifyStages
@@ -197,6 +198,8 @@ def test_bad_input(llama: GraphModule) -> None:
         UNTRAINED.requires(run(llama, Rtn("W8A16_G32", targets="k_proj", ignore=())), Context())
     with pytest.raises(UsageError, match="in front of kv_cache"):
         UNTRAINED.requires(run(llama, KvCache("INT8")), Context())
+    with pytest.raises(UsageError, match="put it in front of swift_kv"):
+        SkipLayers(layers=(2,), part="block").requires(run(llama, UNTRAINED), Context())
     encoder = clone_graph(llama)
     encoder.meta["model"] = dataclasses.replace(llama.meta["model"], kind="encoder")
     with pytest.raises(UsageError, match="is not a decoder"):
