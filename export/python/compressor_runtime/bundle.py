@@ -267,8 +267,7 @@ class Bundle:
             speculate: "lookup", "recycle" or "auto" drafts tokens, and verifies several in a step where that is faster;
                 the text is the same.  "off" does not; None does as the bundle's recipe says.
         Raises:
-            RequestError: an argument out of range, a prompt longer than the model's positions, or drafts where the
-                bundle has no kernels to verify them.
+            RequestError: an argument out of range, too long a prompt, or drafts that the bundle has no kernels to verify.
         """
         self._check_generates()
         ends, texts = stops_of(stop)

@@ -147,7 +147,7 @@ class Products:
 
 
 def outputs_of(out: Any, token: int) -> tuple[Any, int]:
-    """Return the buffer [tokens, tiles, 16] that has a token's outputs, one for all or one each, and its place there."""
+    """Return the buffer [tokens, tiles, 16] that has a token's outputs, one for all or one each, and its place."""
     return (out[token], 0) if isinstance(out, list) else (out, token)
 
 
