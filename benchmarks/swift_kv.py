@@ -1,9 +1,9 @@
-"""Let prompts of the reference model stop behind two of five layers: cost, gain, and what training brings back.
+"""The reference model whose prompts stop behind two of five layers: savings, costs, what training brings back.
 
     python benchmarks/swift_kv.py [--work DIR] [--turns 21] [--markdown FILE]
 
-Perplexity is that of the graphs in PyTorch on the held-out text of the recipe, all tokens kept, as in decoding.
-The gap is the perplexity that an untrained change adds.  Prompts are timed on bundles of the same formats (W8A16, one
+Perplexity is that of the graphs in PyTorch on the recipe's held-out text, all tokens kept: those of decoding.  The
+gap is the perplexity that an untrained change adds.  Prompts are timed on bundles of the same formats (W8A16, one
 thread), which take turns, in time of the processor.  What DIR holds already is not trained again.
 """
 
