@@ -180,7 +180,7 @@ def layers_to_remove(
         common = len({layer.number for layer in halves[0]} & {layer.number for layer in halves[1]})
         ctx.notes.append(
             f"{pass_name}: by the samples' first half alone {first} would go, by the second {second}: {common} of "
-            f"{count} in common; the choice depends on what is calibrated on"
+            f"{count} in common" + ("" if common == count else "; the choice depends on what is calibrated on")
         )
     elif compare_halves:
         ctx.notes.append(f"{pass_name}: one sample has no halves, whose choices could be compared")
