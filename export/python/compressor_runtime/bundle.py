@@ -267,7 +267,7 @@ class Bundle:
             speculate: "lookup", "recycle" or "auto" drafts tokens, and verifies several in a step where that is faster;
                 the text is the same.  "off" does not; None does as the bundle's recipe says.
         Raises:
-            RequestError: an argument out of range, too long a prompt, or drafts that the bundle has no kernels to verify.
+            RequestError: an argument out of range, too long a prompt, or drafts that the bundle cannot verify.
         """
         self._check_generates()
         ends, texts = stops_of(stop)
