@@ -202,6 +202,7 @@ def test_halves_and_their_overlap_are_told() -> None:
     assert removed.startswith("skip_layers: model.layers.") and "of 5 went, by iterative" in removed
     count = re.search(r"first half alone .*, by the second .*: ([012]) of 2 in common", halves)
     assert count is not None, halves
+    assert ("depends on what is calibrated on" in halves) == (count[1] != "2")
 
 
 def test_either_ranks_both_parts_together_and_plans_the_smallest() -> None:

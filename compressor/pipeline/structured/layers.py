@@ -178,9 +178,10 @@ def layers_to_remove(
     if halves:
         first, second = (", ".join(layer.name for layer in half) for half in halves)
         common = len({layer.number for layer in halves[0]} & {layer.number for layer in halves[1]})
+        depends = "" if common == count else "; the choice depends on what is calibrated on"
         ctx.notes.append(
             f"{pass_name}: by the samples' first half alone {first} would go, by the second {second}: {common} of "
-            f"{count} in common" + ("" if common == count else "; the choice depends on what is calibrated on")
+            f"{count} in common{depends}"
         )
     elif compare_halves:
         ctx.notes.append(f"{pass_name}: one sample has no halves, whose choices could be compared")
