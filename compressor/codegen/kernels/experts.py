@@ -170,7 +170,7 @@ def packed_routed_linear(
                 prepare(at, s)
             of_expert = T.meta_var(lambda e: _of_expert(stored, bias, rows, e, held, 0))
             place = T.meta_var(lambda w: Prepared([gathered], [], a, operands, halves, sums, factor, w.parts))
-            if shape.is_exact:
+            if not shape.has_few:
                 each_task(gemm_steps, schedule.gemm_tiles, begin, of_expert, place, many)
             elif t <= INDEPENDENT_ROWS:
                 each_task(few_steps, of_few.tiles, begin, of_expert, place, of_few.multiply)

@@ -13,6 +13,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.amx import prefetch
 from compressor.codegen.kernels.linear.expand import ExpandedProducts
 from compressor.codegen.kernels.linear.products import Products
@@ -38,13 +39,18 @@ class Block:
     tiles: int
 
 
+def supports(isa: Isa) -> str:
+    """Say why several tokens do not take blocks of their number; an empty text where they do."""
+    return "" if isa.lanes in _SUMS else f"{isa.name} has registers for the sums of too few tokens"
+
+
 def blocks(body: Products, tiles: int) -> list[Block]:
     """Return the blocks of few tokens, the smallest first: as many tiles of ``tiles`` as registers have sums for."""
     each, quads = body.accumulators * TILE_ROWS // body.isa.lanes, body.fmt.chunk_columns // 4
     is_long = quads > 2 or body.fmt.codebook
     found = []
     for tokens in _TOKENS_OF_LONG if is_long else _TOKENS:
-        most = min(_SUMS.get(body.isa.lanes, 8) // (tokens * each), _MOST_STATEMENTS // (tokens * quads))
+        most = min(_SUMS.get(body.isa.lanes, 0) // (tokens * each), _MOST_STATEMENTS // (tokens * quads))
         if most:
             counts = (n for n in (_MOST_TILES, 2, 1) if n <= most and tiles % n == 0)
             found.append(Block(tokens, 1 if body.fmt.codebook else max(counts)))  # its values are in registers as well

@@ -21,7 +21,7 @@ from tvm.script import tirx as T
 from compressor.codegen.isa import INDEPENDENT_ROWS, Isa
 from compressor.codegen.kernels import amx
 from compressor.codegen.kernels.amx import ROW_BYTES, SIDE
-from compressor.codegen.kernels.linear import bit_planes, expand, prompts
+from compressor.codegen.kernels.linear import bit_planes, blocks, expand, prompts
 from compressor.codegen.kernels.linear import tiles as amx_tiles
 from compressor.codegen.kernels.linear.bit_planes import PlaneProducts
 from compressor.codegen.kernels.linear.blocks import FewRows, vector_block
@@ -152,9 +152,9 @@ class Shape:
         return cls(body, given, weights, tiles, schedule, columns, kept, is_tiled, is_final, width, round_to, step)
 
     @property
-    def is_exact(self) -> bool:
-        """Whether AMX multiplies integers: its sums are those of vectors, and few rows take its tiles as well."""
-        return self.is_tiled and self.body.integer
+    def has_few(self) -> bool:
+        """Whether few rows go another way than many: AMX's sums of integers are those of vectors, for any number."""
+        return not (self.is_tiled and self.body.integer) and not blocks.supports(self.body.isa)
 
     @property
     def kind(self) -> str:
@@ -223,7 +223,7 @@ def fused_linear(
 
     @T.inline
     def several(at, tokens, turned):
-        if shape.is_exact or turns:
+        if not shape.has_few or turns:
             many(at, tokens, turned)
         elif tokens <= INDEPENDENT_ROWS:
             few(at, tokens, turned)
