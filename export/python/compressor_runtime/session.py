@@ -40,13 +40,15 @@ class Session:
         self._recorded: RecordedStep | None = None
         self._steps_of_one = 0  # tokens that were a step each; the first is not recorded: there may be no second
         self._verify, self._batch, self._capacity = verify, whole("batch", batch, 1), 0
-        self._lengths, self._stored = (np.zeros(self._batch, np.int64) for _ in range(2))  # of each sequence
         self._drafts: tuple[NDArray[np.int64], ...] | None = None  # parents, sequences and rows that may be accepted
         self._caches: list[Any] = []  # keys of every layer, then values: f32 [B, Hkv, T, D], or u8 of a row's bytes
         self._states: list[Any] = []  # of recurrent layers, f32 [B, ...]; kernels write them
-        self._check_memory(model.get("state_bytes", 0) * self._batch, f"{self._batch} sequences")
+        room = max(1, min(whole("capacity", capacity, 0), limit))
+        entry_bytes = model.get("state_bytes", 0) + model["cache_bytes_per_token"] * room
+        self._check_memory(entry_bytes * self._batch, f"{self._batch} sequences of {room} tokens")
+        self._lengths, self._stored = (np.zeros(self._batch, np.int64) for _ in range(2))  # of each sequence
         self._forget_states()
-        self._resize(max(1, min(whole("capacity", capacity, 0), limit)))
+        self._resize(room)
 
     @property
     def batch(self) -> int:
