@@ -116,7 +116,8 @@ STEPS = 4
 """Steps that each training takes here."""
 REMOVE = (ChannelPrune, FfnPrune, HeadPrune, SkipLayers, SwiftKv)
 """Passes that make linears smaller or fewer, and leave them dense."""
-DRAFTS = "speculate_lookup_x86"  # integer sums everywhere: verified rows have the bits of steps
+DRAFTS = "speculate_lookup_x86"
+"""The recipe whose bundle drafts unless it is told otherwise."""
 SAVES = "ffn_prune_w4a16_x86"
 """The recipe that is run with a checkpoint as well."""
 
