@@ -147,7 +147,7 @@ def test_states_of_recurrent_layers_go_with_them() -> None:
 def test_an_encoder_decoder_has_two_streams_and_cross_attention_in_one(name: str) -> None:
     """BART's norms stand behind its sums, so that the encoder's last one is what the decoder reads."""
     kind, sizes = TEXT[name]
-    sizes |= {key: 3 for key in ("encoder_layers", "num_layers") if key in sizes}
+    sizes = sizes | {key: 3 for key in ("encoder_layers", "num_layers") if key in sizes}
     model = make_pair(kind, sizes)
     graph = capture(model)
     blocks = find_blocks(graph)
