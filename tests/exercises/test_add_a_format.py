@@ -119,8 +119,8 @@ def test_a_format_with_one_more_part_takes_six_files(scratch: Any) -> None:
         "_EXTRAS = (Outliers, OutlierFeatures, RowScales, ColumnBlocks",
     )
     scratch.edit(kernel, "Outliers, SingleZeros, Skipped", "Outliers, RowScales, SingleZeros, Skipped")
-    factor = "out[t, n, every] * T.broadcast(at.factor[token, 0], TILE_ROWS)\n"
-    scratch.edit(kernel, factor, factor + MULTIPLICATION)
+    place = "        place = T.meta_var(T.ramp(tile * TILE_ROWS, 1, TILE_ROWS))\n"
+    scratch.edit(kernel, place, place + MULTIPLICATION)
     scratch.write(test, TEST)
     assert "row scales" in scratch.compress("show", "W4A16_G32_R")
     scratch.python("-m", "pytest", "-q", test, "tests/formats/test_packing.py", "tests/test_house.py")

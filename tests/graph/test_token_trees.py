@@ -77,7 +77,7 @@ def test_models_whose_tokens_cannot_be_verified_are_refused_with_the_line(graph:
     assert marked.meta["model"].speculates and not graph.meta["model"].speculates
     mark_entries(plain := clone_graph(graph), Recipe.from_dict({"passes": []}))
     assert plain.meta["model"] == graph.meta["model"]
-    with pytest.raises(RecipeError, match="speculate: 'tomorrow' does not fit"):
+    with pytest.raises(RecipeError, match="speculate: unknown kind of drafts 'tomorrow'"):
         Recipe.from_dict({"passes": [], "speculate": "tomorrow"})
 
 
