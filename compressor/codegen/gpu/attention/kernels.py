@@ -14,6 +14,7 @@ from compressor.codegen.gpu.attention.one_token import OneToken
 from compressor.codegen.gpu.attention.rows import DenseRows
 from compressor.codegen.gpu.attention.tiles import Tiles
 from compressor.codegen.kernels.attention.biases import DistanceBiases
+from compressor.codegen.kernels.attention.parameters import Parameters
 from compressor.codegen.kernels.linear.weights import parameter
 
 _THREADS = 256
@@ -37,6 +38,7 @@ def cached_attention(
     ``position``), position int64 [S], sinks [H], slopes [H] and biases [distances * H] (where there are any), out
     [B, S, H, D]; floats are float32.
     """
+    parameters = Parameters(heads, kv_heads, head_dim)
     one = OneToken(heads, kv_heads, head_dim, scale, softcap)
     many = Tiles(heads, kv_heads, head_dim, scale, softcap)
     part, merge, attend = one.partial(), merge_parts(one), many.attend()
@@ -46,19 +48,14 @@ def cached_attention(
         batch = T.int64()
         tokens = T.int64()
         capacity = T.int64()
-        q = T.meta_var(parameter((batch, heads, tokens, head_dim), "float32"))
-        k = T.meta_var(parameter((batch, kv_heads, tokens, head_dim), "float32"))
-        v = T.meta_var(parameter((batch, kv_heads, tokens, head_dim), "float32"))
-        k_cache = T.meta_var(parameter((batch, kv_heads, capacity, head_dim), "float32"))
-        v_cache = T.meta_var(parameter((batch, kv_heads, capacity, head_dim), "float32"))
+        held = T.meta_var(parameters.held(batch, tokens, tokens, batch, capacity))
         position = T.meta_var(parameter((tokens,), "int64"))
-        sinks = T.meta_var(parameter((heads,), "float32") if has_sinks else None)
-        slopes = T.meta_var(parameter((heads,), "float32") if has_slopes else None)
-        table = T.meta_var(parameter((distances * heads,), "float32") if distances > 0 else None)
-        out = T.meta_var(parameter((batch, tokens, heads, head_dim), "float32"))
+        sinks = T.meta_var(parameters.sinks(has_sinks))
+        biases = T.meta_var(parameters.biases(has_slopes, distances))
+        out = T.meta_var(parameters.out(batch, tokens))
         place = T.meta_var(position[0])
-        rows = T.meta_var([DenseRows(x) for x in (q, k_cache, v_cache)])
-        biases = T.meta_var(DistanceBiases(slopes, table, heads, distances) if has_slopes or distances > 0 else None)
+        rows = T.meta_var([DenseRows(x) for x in (held.q, held.k_cache, held.v_cache)])
+        stored = T.meta_var([(held.k, held.k_cache), (held.v, held.v_cache)])
 
         if tokens == 1:
             splits = T.meta_var(one.splits(capacity, batch))
@@ -66,10 +63,10 @@ def cached_attention(
             past = T.meta_var(partial(before, position, window, chunk))
             added = T.meta_var(None if biases is None else lambda head, key: biases.one(head, key - place))
             part(*rows, past, added, None, splits, sums, stats, batch)
-            token = T.meta_var(NewToken(DenseRows(k), DenseRows(v), [(k, k_cache), (v, v_cache)], place))
+            token = T.meta_var(NewToken(DenseRows(held.k), DenseRows(held.v), stored, place))
             merge(rows[0], token, out, None, past, added, sinks, splits, sums, stats, batch)
         else:
-            store((k, k_cache), (v, v_cache), place)
+            store(*stored, place)
             limits = T.meta_var(partial(limits_of_tokens, place, window, chunk))
             masks = T.meta_var((partial(causal, place, window, chunk), partial(all_see, place, window, chunk)))
             many_added = T.meta_var(None if biases is None else partial(_distance_bias, biases, place))

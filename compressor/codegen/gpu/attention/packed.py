@@ -17,8 +17,9 @@ from compressor.codegen.gpu.attention.rows import CodedRows, DenseRows, Permuted
 from compressor.codegen.gpu.attention.split import RUN
 from compressor.codegen.gpu.attention.tiles import Tiles
 from compressor.codegen.gpu.intrinsics import WARP, atomic_max, barrier
-from compressor.codegen.kernels.attention.cached import Place
 from compressor.codegen.kernels.attention.packed import Packer
+from compressor.codegen.kernels.attention.parameters import Parameters
+from compressor.codegen.kernels.attention.rows import Place
 from compressor.codegen.kernels.linear.weights import parameter
 from compressor.formats.cache import CacheFormat
 
@@ -99,7 +100,7 @@ def packed_attention(
     [B, Hkv, T, row_bytes] (written at ``position``), position int64 [S], sinks float32 [H] (where there are any),
     k_order, v_order int32 [Hkv, D] (where there are any), out float32 [B, S, H, D].
     """
-    size, repeat = fmt.row_bytes(width), heads // kv_heads
+    parameters, repeat = Parameters(heads, kv_heads, width, fmt), heads // kv_heads
     coded = partial(CodedRows, width=width, fmt=fmt)
     one = OneToken(heads, kv_heads, width, scale, softcap, coded(None).unit)
     many = Tiles(heads, kv_heads, width, scale, softcap, min(coded(None).unit, RUN))
@@ -110,27 +111,22 @@ def packed_attention(
         batch = T.int64()
         tokens = T.int64()
         capacity = T.int64()
-        q = T.meta_var(parameter((batch, heads, tokens, width), "float32"))
-        k = T.meta_var(parameter((batch, kv_heads, tokens, size), "uint8"))
-        v = T.meta_var(parameter((batch, kv_heads, tokens, size), "uint8"))
-        k_cache = T.meta_var(parameter((batch, kv_heads, capacity, size), "uint8"))
-        v_cache = T.meta_var(parameter((batch, kv_heads, capacity, size), "uint8"))
+        held = T.meta_var(parameters.held(batch, tokens, tokens, batch, capacity))
         position = T.meta_var(parameter((tokens,), "int64"))
-        sinks = T.meta_var(parameter((heads,), "float32") if has_sinks else None)
-        k_order = T.meta_var(parameter((kv_heads, width), "int32") if has_order else None)
-        v_order = T.meta_var(parameter((kv_heads, width), "int32") if has_order else None)
-        out = T.meta_var(parameter((batch, tokens, heads, width), "float32"))
+        sinks = T.meta_var(parameters.sinks(has_sinks))
+        k_order, v_order = T.meta_var(parameters.orders(has_order))
+        out = T.meta_var(parameters.out(batch, tokens))
         place = T.meta_var(position[0])
-        query = T.meta_var(PermutedRows(q, k_order, repeat) if has_order else DenseRows(q))
-        rows = T.meta_var([query, coded(k_cache), coded(v_cache)])
-        stored = T.meta_var([(k, k_cache), (v, v_cache)])
+        query = T.meta_var(PermutedRows(held.q, k_order, repeat) if has_order else DenseRows(held.q))
+        rows = T.meta_var([query, coded(held.k_cache), coded(held.v_cache)])
+        stored = T.meta_var([(held.k, held.k_cache), (held.v, held.v_cache)])
 
         if tokens == 1:
             splits = T.meta_var(one.splits(capacity, batch))
             sums, stats = T.meta_var(one.results(batch, splits))
             past = T.meta_var(partial(before, position, window, 0))
             part(*rows, past, None, None, splits, sums, stats, batch)
-            token = T.meta_var(NewToken(coded(k), coded(v), stored, place))
+            token = T.meta_var(NewToken(coded(held.k), coded(held.v), stored, place))
             merge(query, token, out, v_order, past, None, sinks, splits, sums, stats, batch)
         else:
             store(*stored, place)

@@ -12,8 +12,9 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from compressor.codegen.kernels.attention.cached import DenseRows, Place, Row, unpadded
+from compressor.codegen.kernels.attention.cached import unpadded
 from compressor.codegen.kernels.attention.prompt import Heads, PromptBlocks
+from compressor.codegen.kernels.attention.rows import DenseRows, Place, Row
 from compressor.codegen.kernels.vector import VECTOR
 
 _LOWEST = -3.0e38

@@ -1,8 +1,7 @@
 """Attention of tokens in trees: each attends as a single token does, over the rows that lie on its path.
 
-The statements of one query row are those of :mod:`compressor.codegen.kernels.attention.cached` and of
-:mod:`compressor.codegen.kernels.attention.packed`, in the same order, so that a verified token has the bits of a token
-that was decoded alone.  Only the place of a key in the cache is looked up.
+The statements of a query are those of :mod:`compressor.codegen.kernels.attention.single`, so that a verified token has
+the bits of a token that was decoded alone.  Only the place of a key in the cache is looked up.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from compressor.codegen.kernels.attention.biases import DistanceBiases
-from compressor.codegen.kernels.attention.cached import DenseRows, Place, Row, Rows, first_seen
-from compressor.codegen.kernels.attention.packed import PackedRow, PackedRows, without
-from compressor.codegen.kernels.vector import VECTOR
+from compressor.codegen.kernels.attention.parameters import Parameters
+from compressor.codegen.kernels.attention.rows import Place, Rows
+from compressor.codegen.kernels.attention.single import Single, store_row
+from compressor.codegen.kernels.linear.weights import parameter
 from compressor.formats.cache import CacheFormat
 
 DEEPEST = 64
@@ -35,67 +34,14 @@ def tree_attention(
     has_slopes: bool = False,
     distances: int = 0,
 ) -> tvm.tirx.PrimFunc:
-    """TIR for :func:`compressor.ops.tree_attention.tree_attention`, which first stores the new keys and values.
+    """Write TIR for :func:`compressor.ops.tree_attention.tree_attention`, which first stores the new keys and values.
 
     Parameters of the result: q [1, H, T, D], k, v [1, Hkv, T, D], k_cache, v_cache [N, Hkv, C, D] (written at ``slot``
     and ``row``), position, parent, slot, row int64 [T], sinks [H], slopes [H] and biases [distances * H] (where there
     are any), out [1, T, H, D]; floats are float32.
     """
-    repeat, has_table = heads // kv_heads, distances > 0
-    one = Row(head_dim, scale, softcap, has_sinks)
-
-    @T.prim_func(s_tir=True, private=True)
-    def kernel(
-        q_: T.handle,
-        k_: T.handle,
-        v_: T.handle,
-        k_cache_: T.handle,
-        v_cache_: T.handle,
-        position_: T.handle,
-        parent_: T.handle,
-        slot_: T.handle,
-        row_: T.handle,
-        sinks_: T.handle,
-        slopes_: T.handle,
-        biases_: T.handle,
-        out_: T.handle,
-    ) -> None:
-        tokens = T.int64()
-        slots = T.int64()
-        capacity = T.int64()
-        q = T.match_buffer(q_, (1, heads, tokens, head_dim), "float32")
-        k = T.match_buffer(k_, (1, kv_heads, tokens, head_dim), "float32")
-        v = T.match_buffer(v_, (1, kv_heads, tokens, head_dim), "float32")
-        k_cache = T.match_buffer(k_cache_, (slots, kv_heads, capacity, head_dim), "float32")
-        v_cache = T.match_buffer(v_cache_, (slots, kv_heads, capacity, head_dim), "float32")
-        position = T.match_buffer(position_, (tokens,), "int64")
-        parent = T.match_buffer(parent_, (tokens,), "int64")
-        slot = T.match_buffer(slot_, (tokens,), "int64")
-        row = T.match_buffer(row_, (tokens,), "int64")
-        sinks = T.meta_var(T.match_buffer(sinks_, (heads,), "float32") if has_sinks else None)
-        slopes = T.meta_var(T.match_buffer(slopes_, (heads,), "float32") if has_slopes else None)
-        table = T.meta_var(T.match_buffer(biases_, (distances * heads,), "float32") if has_table else None)
-        biases = T.meta_var(DistanceBiases(slopes, table, heads, distances) if has_slopes or has_table else None)
-        out = T.match_buffer(out_, (1, tokens, heads, head_dim), "float32")
-
-        for t, h in T.grid(tokens, kv_heads):
-            for d in T.vectorized(head_dim):
-                k_cache[slot[t], h, row[t], d] = k[0, h, t, d]
-            for d in T.vectorized(head_dim):
-                v_cache[slot[t], h, row[t], d] = v[0, h, t, d]
-        for task in T.parallel(tokens * heads):
-            h = T.meta_var(task % heads)
-            t = T.meta_var(task // heads)
-            end = T.meta_var(position[t] + 1)
-            first = T.meta_var(first_seen(end - 1, window, chunk))
-            scores = T.alloc_buffer((end - first + VECTOR,), "float32")
-            held = T.meta_var(DenseRows(k_cache, v_cache, slot[t], h // repeat, head_dim))
-            seen = T.meta_var(PathRows(held, t, position, parent, row))
-            query, result = T.meta_var((Place(q, 0, h, t), Place(out, 0, t, h)))
-            added = T.meta_var(partial(biases.one, h) if biases is not None else None)
-            one.emit(seen, query, result, scores, sinks[h] if has_sinks else None, first, end - first, added)
-
-    return without(kernel, {9: has_sinks, 10: has_slopes, 11: has_table})
+    parameters, more = Parameters(heads, kv_heads, head_dim), (chunk, has_slopes, distances)
+    return _of_trees(Single(parameters, scale, softcap, window, has_sinks, *more))
 
 
 def packed_tree_attention(
@@ -109,72 +55,45 @@ def packed_tree_attention(
     fmt: CacheFormat,
     has_order: bool,
 ) -> tvm.tirx.PrimFunc:
-    """TIR for :func:`compressor.ops.tree_attention.packed_tree_attention`, which first stores the new rows.
+    """Write TIR for :func:`compressor.ops.tree_attention.packed_tree_attention`, which first stores the new rows.
 
     Parameters of the result: q float32 [1, H, T, D], k, v uint8 [1, Hkv, T, row_bytes], k_cache, v_cache uint8
     [N, Hkv, C, row_bytes] (written at ``slot`` and ``row``), position, parent, slot, row int64 [T], sinks float32 [H]
     (where there are any), k_order, v_order int32 [Hkv, D] (where there are any), out float32 [1, T, H, D].
     """
-    repeat, size = heads // kv_heads, fmt.row_bytes(width)
-    one = PackedRow(width, scale, softcap, has_sinks)
+    parameters = Parameters(heads, kv_heads, width, fmt)
+    return _of_trees(Single(parameters, scale, softcap, window, has_sinks, has_order=has_order))
+
+
+def _of_trees(single: Single) -> tvm.tirx.PrimFunc:
+    """Write the kernel for caches of either kind."""
+    parameters = single.parameters
+    heads, kv_heads = parameters.heads, parameters.kv_heads
 
     @T.prim_func(s_tir=True, private=True)
-    def kernel(
-        q_: T.handle,
-        k_: T.handle,
-        v_: T.handle,
-        k_cache_: T.handle,
-        v_cache_: T.handle,
-        position_: T.handle,
-        parent_: T.handle,
-        slot_: T.handle,
-        row_: T.handle,
-        sinks_: T.handle,
-        k_order_: T.handle,
-        v_order_: T.handle,
-        out_: T.handle,
-    ) -> None:
+    def kernel() -> None:
         tokens = T.int64()
         slots = T.int64()
         capacity = T.int64()
-        q = T.match_buffer(q_, (1, heads, tokens, width), "float32")
-        k = T.match_buffer(k_, (1, kv_heads, tokens, size), "uint8")
-        v = T.match_buffer(v_, (1, kv_heads, tokens, size), "uint8")
-        k_cache = T.match_buffer(k_cache_, (slots, kv_heads, capacity, size), "uint8")
-        v_cache = T.match_buffer(v_cache_, (slots, kv_heads, capacity, size), "uint8")
-        position = T.match_buffer(position_, (tokens,), "int64")
-        parent = T.match_buffer(parent_, (tokens,), "int64")
-        slot = T.match_buffer(slot_, (tokens,), "int64")
-        row = T.match_buffer(row_, (tokens,), "int64")
-        sinks = T.meta_var(T.match_buffer(sinks_, (heads,), "float32") if has_sinks else None)
-        k_order = T.meta_var(T.match_buffer(k_order_, (kv_heads, width), "int32") if has_order else None)
-        v_order = T.meta_var(T.match_buffer(v_order_, (kv_heads, width), "int32") if has_order else None)
-        out = T.match_buffer(out_, (1, tokens, heads, width), "float32")
+        held = T.meta_var(parameters.held(1, tokens, tokens, slots, capacity))
+        position, parent, slot, row = T.meta_var([parameter((tokens,), "int64") for _ in range(4)])
+        further = T.meta_var(single.declare())
+        out = T.meta_var(parameters.out(1, tokens))
 
         for t, h in T.grid(tokens, kv_heads):
-            for d in T.vectorized(size):
-                k_cache[slot[t], h, row[t], d] = k[0, h, t, d]
-            for d in T.vectorized(size):
-                v_cache[slot[t], h, row[t], d] = v[0, h, t, d]
+            store_row(held, 0, h, t, slot[t], row[t])
         for task in T.parallel(tokens * heads):
             h = T.meta_var(task % heads)
             t = T.meta_var(task // heads)
-            kv = T.meta_var(h // repeat)
-            end = T.meta_var(position[t] + 1)
-            first = T.meta_var(first_seen(end - 1, window, 0))
-            scores = T.alloc_buffer((end - first + VECTOR,), "float32")
-            held = T.meta_var(PackedRows(k_cache, v_cache, slot[t], kv, width, fmt))
-            seen = T.meta_var(PathRows(held, t, position, parent, row))
-            query, result = T.meta_var((Place(q, 0, h, t), Place(out, 0, t, h)))
-            orders = T.meta_var((Place(k_order, kv), Place(v_order, kv)) if has_order else None)
-            one.emit(seen, query, result, orders, scores, sinks[h] if has_sinks else None, first, end - first)
+            on_path = T.meta_var(partial(PathRows, t=t, position=position, parent=parent, row=row))
+            single.attend(held, further, out, (0, h, t), slot[t], position[t] + 1, on_path)
 
-    return without(kernel, {9: has_sinks, 10: has_order, 11: has_order})
+    return kernel
 
 
 class PathRows:
     """Rows that one token sees, by their virtual places; see
-    :class:`compressor.codegen.kernels.attention.cached.Rows`.
+    :class:`compressor.codegen.kernels.attention.rows.Rows`.
 
     Making one emits the walk from the token to its root, which keeps the row of each ancestor at its position's
     remainder by :data:`DEEPEST`.
@@ -202,9 +121,9 @@ class PathRows:
         return T.Select(place < self.walk[2], place, self.path[place % DEEPEST])
 
     def products(self, query: Place, row: Any) -> Any:
-        """See :class:`compressor.codegen.kernels.attention.cached.Rows`."""
+        """See :class:`compressor.codegen.kernels.attention.rows.Rows`."""
         return self.held.products(query, self._stored(row))
 
     def emit_weighed(self, acc: Any, weight: Any, row: Any) -> None:
-        """See :class:`compressor.codegen.kernels.attention.cached.Rows`."""
+        """See :class:`compressor.codegen.kernels.attention.rows.Rows`."""
         self.held.emit_weighed(acc, weight, self._stored(row))

@@ -9,7 +9,7 @@ import torch
 import tvm
 from kernel_cases import OPS, TOLERANCE, build, normal, orders, relative_error
 
-from compressor.codegen.isa import Isa
+from compressor.codegen.isa import INDEPENDENT_ROWS, Isa
 from compressor.codegen.kernels.attention import cached, kept, packed
 from compressor.codegen.targets import x86
 from compressor.formats.cache import CacheFormat
@@ -74,7 +74,7 @@ def test_kept_tokens(
         for cache, fresh, written in zip(caches, (k, v), given, strict=True):
             cache[:, :, position] = fresh
             assert torch.equal(written, cache), "written where it must be and nowhere else"
-        for i, r in enumerate(chosen[:3] if len(chosen) <= kept.SINGLY else ()):
+        for i, r in enumerate(chosen[:3] if len(chosen) <= INDEPENDENT_ROWS else ()):
             one = [x[:, :, r : r + 1] for x in (q, k, v)]
             alone = call(single, [*one, position[r : r + 1], *more], given, expected[:, :1])
             assert torch.equal(got[:, i : i + 1], alone), (past, new, r)
