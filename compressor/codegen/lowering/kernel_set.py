@@ -11,7 +11,7 @@ import tvm
 
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels import dense, embedding, experts, norm
-from compressor.codegen.kernels.attention import cached, packed, tree
+from compressor.codegen.kernels.attention import cached, kept, packed, tree
 from compressor.codegen.kernels.attention.cross import cross_attention
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.n_of_m import n_of_m_linear
@@ -76,6 +76,7 @@ class KernelSet:
         dense: linears of stored floats.
         packed: linears of stored codes.
         tree_attention, packed_tree_attention: of drafted tokens; None where these are among ``missing``.
+        kept_attention, packed_kept_attention: of kept tokens; likewise.
         others: linears of formats that are laid out in another way, by the extra that says so; they have no schedule.
         missing: operators that CPUs have kernels for and this machine has none, with their families in words.
         supports: says what the packed linears and embeddings do not read of a format; an empty text if they read all.
@@ -101,6 +102,8 @@ class KernelSet:
     packed_attention: Maker
     tree_attention: Maker | None = None
     packed_tree_attention: Maker | None = None
+    kept_attention: Maker | None = None
+    packed_kept_attention: Maker | None = None
     others: Mapping[type[Any], Maker] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
     supports: Callable[[Format], str]
@@ -168,6 +171,8 @@ def cpu_kernels(isa: Isa) -> KernelSet:
         packed_attention=packed.packed_attention,
         tree_attention=tree.tree_attention,
         packed_tree_attention=tree.packed_tree_attention,
+        kept_attention=kept.kept_attention,
+        packed_kept_attention=kept.packed_kept_attention,
         supports=lambda fmt: packed_linear.supports(fmt, isa) or n_of_m_supports(fmt),
         generate=_generate,
         others={KeptOfGroup: other(n_of_m_linear), SkippedInputs: other(skipping_linear)},

@@ -12,7 +12,6 @@ from torch import fx
 from tvm import relax
 
 from compressor.codegen.lowering.converters.experts import ExpertConverter
-from compressor.codegen.lowering.converters.kept import KeptConverter
 from compressor.codegen.lowering.converters.plain import CONVERTERS
 from compressor.codegen.lowering.converters.recurrences import RecurrenceConverter
 from compressor.codegen.lowering.convolutions import fused_convolution
@@ -20,13 +19,12 @@ from compressor.codegen.lowering.kernel_set import Maker
 from compressor.errors import VerificationError
 from compressor.formats.cache import CacheFormat
 from compressor.formats.format import Format
-from compressor.graph.kinds.token_trees import TREES
 from compressor.graph.matching import shape_of
 
 _ATEN = torch.ops.aten
 
 
-class Converter(ExpertConverter, RecurrenceConverter, KeptConverter):
+class Converter(ExpertConverter, RecurrenceConverter):
     """Turns each of our operators into a call of one kernel."""
 
     def table(self) -> dict[str, Callable[..., Any]]:
@@ -49,12 +47,13 @@ class Converter(ExpertConverter, RecurrenceConverter, KeptConverter):
             "packed_attention.default": self._packed_attention,
             "tree_attention.default": self._cached_attention,
             "packed_tree_attention.default": self._packed_attention,
+            "kept_attention.default": self._cached_attention,
+            "packed_kept_attention.default": self._packed_attention,
             "masked_attention.default": self._masked_attention,
             "embedding.default": self._embedding,
             "packed_embedding.default": self._packed_embedding,
             **CONVERTERS,
             **self.recurrences(),
-            **self.kept(),
         }
 
     def _rms_norm(self, node: fx.Node, importer: Any) -> Any:
@@ -81,7 +80,7 @@ class Converter(ExpertConverter, RecurrenceConverter, KeptConverter):
     def _cached_attention(self, node: fx.Node, importer: Any) -> Any:
         given, (scale, window, softcap, sinks, *more) = _after_places(node, importer.retrieve_args(node))
         chunk, slopes, biases = _filled(more, 0, (0, None, None))
-        family, make_kernel = self._family(node, "cached_attention", "tree_attention")
+        family, make_kernel = self._family(node)
         shape = (*_heads(given), float(scale), int(window), float(softcap))
         name = f"{family}_{'_'.join(f'{n:g}' for n in shape)}".replace("-", "m").replace(".", "p")
         name += f"{'' if sinks is None else '_sinks'}{f'_chunk{chunk}' if chunk else ''}"
@@ -115,7 +114,7 @@ class Converter(ExpertConverter, RecurrenceConverter, KeptConverter):
     def _packed_attention(self, node: fx.Node, importer: Any) -> Any:
         given, (scale, window, softcap, sinks, *orders, fmt_name) = _after_places(node, importer.retrieve_args(node))
         fmt, has_sinks, permuted = CacheFormat.parse(fmt_name), sinks is not None, orders[0] is not None
-        family, make_kernel = self._family(node, "packed_attention", "packed_tree_attention")
+        family, make_kernel = self._family(node)
         shape = (*_heads(given), float(scale), int(window), float(softcap))
         name = f"{family}_{'_'.join(f'{n:g}' for n in shape)}".replace("-", "m").replace(".", "p")
         name += f"_{fmt.name}{'_sinks' if has_sinks else ''}{'_permuted' if permuted else ''}"
@@ -126,11 +125,13 @@ class Converter(ExpertConverter, RecurrenceConverter, KeptConverter):
         args = [*given, *(part for part in (sinks, *orders) if part is not None)]
         return _call_attention(importer, self.kernel(importer, name, make), args)
 
-    def _family(self, node: fx.Node, one: str, trees: str) -> tuple[str, Maker]:
-        """Return the name and the maker of a kernel of attention over caches: of a step, or of tokens in trees."""
-        family = trees if node.target in TREES.values() else one
+    def _family(self, node: fx.Node) -> tuple[str, Maker]:
+        """Return the name and the maker of a kernel of attention over caches: those of its operator's name."""
+        operator = str(node.target.__name__)  # type: ignore[union-attr]
+        family = operator.partition(".")[0]
         if (make := getattr(self.kernels, family)) is None:
-            raise VerificationError(f"{node.name}: no kernel of {family} for {self.isa.name}; leave `speculate` out")
+            words = self.kernels.missing[operator]
+            raise VerificationError(f"{node.name}: {self.isa.name} has no kernels for {words}; leave them out")
         return family, make
 
     def _masked_attention(self, node: fx.Node, importer: Any) -> Any:
@@ -217,7 +218,7 @@ def _filled(given: Sequence[Any], required: int, defaults: tuple[Any, ...]) -> l
 
 def _after_places(node: fx.Node, given: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
     """Return the tensors of attention over caches up to the places of its tokens, and the arguments behind them."""
-    count = 9 if node.target in TREES.values() else 6
+    count = [argument.name for argument in node.target._schema.arguments].index("scale")  # type: ignore[union-attr]
     return list(given[:count]), given[count:]
 
 
@@ -233,7 +234,7 @@ def _is_own(size: Any) -> bool:
 
 
 def _call_attention(importer: Any, kernel: Any, args: list[Any]) -> Any:
-    """Call an attention kernel on q [B, H, S, D], new keys and values, caches, which it writes, and the rest."""
+    """Call an attention kernel on q [B, H, R, D], new keys and values, caches, which it writes, and the rest."""
     (batch, heads, new, width), caches = args[0].ty.shape, [args[3].ty, args[4].ty]
     out = relax.TensorType([batch, new, heads, width], "float32")
     call = relax.op.call_tir_inplace(kernel, relax.Tuple(args), [-1, 3, 4], [out, *caches])
