@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.formats.cache import CacheFormat, cache_row
+from compressor.graph.kinds.halves import needed_nodes
 from compressor.graph.model import ModelInfo
 from compressor.graph.provenance import module_path
 from compressor.graph.rewrite import set_parameter
@@ -167,7 +168,7 @@ def drop_unread_caches(graph: GraphModule) -> None:
     inputs, output = graph.graph.find_nodes(op="placeholder"), graph.graph.output_node()
     results: list[Node] = list(output.args[0])  # type: ignore[arg-type]
     caches, count = 2 * info.layers, 2 * info.layers + len(info.states)
-    live = _needed(results[0])
+    live = needed_nodes([results[0]], set())
     read = [any(user in live and user.target is not _SIZE for user in node.users) for node in inputs[_INPUTS:]]
     kept = [layer for layer in range(info.layers) if read[layer] or read[layer + info.layers]]
     states = [number for number in range(len(info.states)) if read[caches + number]]
@@ -189,16 +190,6 @@ def drop_unread_caches(graph: GraphModule) -> None:
     graph.meta["model"] = dataclasses.replace(info, layers=len(kept), states=shapes)
     _drop_leaves(graph, {_INPUTS + i for i in gone}, {1 + i for i in gone}, bool(states))
     graph.recompile()
-
-
-def _needed(result: Node) -> set[Node]:
-    found, ahead = set[Node](), [result]
-    while ahead:
-        node = ahead.pop()
-        if node not in found:
-            found.add(node)
-            ahead += node.all_input_nodes
-    return found
 
 
 def _read_sizes_elsewhere(unread: Node, others: list[Node]) -> None:

@@ -50,6 +50,18 @@ def attend(
     return (weights @ values).transpose(1, 2).contiguous()
 
 
+def with_new(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, past: int) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of the ``past`` tokens that caches hold, and of the new ones, [B, Hkv, T, row].
+
+    Operators read ``past`` by ``int`` themselves, which the proof that batch entries are independent looks for.
+
+    Args:
+        k, v: [B, Hkv, S, row].
+        k_cache, v_cache: [B, Hkv, C, row].
+    """
+    return torch.cat([k_cache[:, :, :past], k], dim=2), torch.cat([v_cache[:, :, :past], v], dim=2)
+
+
 @operator("cached_attention")
 def cached_attention(
     q: Tensor,
@@ -88,13 +100,12 @@ def cached_attention(
     Returns:
         float32 [B, S, H, D].
     """
-    past = int(position[0])
-    keys, values = torch.cat([k_cache[:, :, :past], k], dim=2), torch.cat([v_cache[:, :, :past], v], dim=2)
+    keys, values = with_new(k, v, k_cache, v_cache, int(position[0]))
     return attend(q, keys, values, position, scale, window, softcap, sinks, chunk, slopes, biases)
 
 
 @cached_attention.register_fake
-def _outputs(q: Tensor, *_others: object, **_more: object) -> Tensor:
+def outputs(q: Tensor, *_others: object, **_more: object) -> Tensor:
     """Return outputs without values, float32 [B, S, H, D], of queries [B, H, S, D]."""
     batch, heads, sequence, width = q.shape
     return q.new_empty(batch, sequence, heads, width)
@@ -144,4 +155,4 @@ def masked_attention(
     return (weights @ values).transpose(1, 2).contiguous()
 
 
-masked_attention.register_fake(_outputs)
+masked_attention.register_fake(outputs)

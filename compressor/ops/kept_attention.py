@@ -6,11 +6,10 @@ wanted (Qiao et al. 2024, SwiftKV, arXiv 2410.03960, section 3.1).
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from compressor.ops.attention import attend
+from compressor.ops.attention import attend, outputs, with_new
 from compressor.ops.packed_cache import packed_attend
 from compressor.ops.register import operator
 
@@ -44,8 +43,7 @@ def kept_attention(
     Returns:
         float32 [B, R, H, D].
     """
-    past = int(position[0])
-    keys, values = torch.cat([k_cache[:, :, :past], k], dim=2), torch.cat([v_cache[:, :, :past], v], dim=2)
+    keys, values = with_new(k, v, k_cache, v_cache, int(position[0]))
     return attend(q, keys, values, position[keep], scale, window, softcap, sinks, chunk, slopes, biases)
 
 
@@ -76,14 +74,9 @@ def packed_kept_attention(
     Returns:
         float32 [B, R, H, D].
     """
-    past = int(position[0])
-    keys, values = torch.cat([k_cache[:, :, :past], k], dim=2), torch.cat([v_cache[:, :, :past], v], dim=2)
+    keys, values = with_new(k, v, k_cache, v_cache, int(position[0]))
     return packed_attend(q, keys, values, position[keep], scale, window, softcap, sinks, k_order, v_order, format)
 
 
-@kept_attention.register_fake
-@packed_kept_attention.register_fake
-def _outputs(q: Tensor, *_others: object, **_more: object) -> Tensor:
-    """Return outputs without values, float32 [B, R, H, D], of queries [B, H, R, D]."""
-    batch, heads, rows, width = q.shape
-    return q.new_empty(batch, rows, heads, width)
+kept_attention.register_fake(outputs)
+packed_kept_attention.register_fake(outputs)

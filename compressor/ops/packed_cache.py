@@ -14,7 +14,7 @@ from torch.library import custom_op
 
 from compressor.formats import packed_cache as packing_cache
 from compressor.formats.cache import CacheFormat
-from compressor.ops.attention import attend
+from compressor.ops.attention import attend, outputs, with_new
 
 
 @custom_op("compressor::pack_cache", mutates_args=())
@@ -96,26 +96,8 @@ def packed_attention(
     Returns:
         float32 [B, S, H, D].
     """
-    past = int(position[0])
-    keys, values = torch.cat([k_cache[:, :, :past], k], dim=2), torch.cat([v_cache[:, :, :past], v], dim=2)
+    keys, values = with_new(k, v, k_cache, v_cache, int(position[0]))
     return packed_attend(q, keys, values, position, scale, window, softcap, sinks, k_order, v_order, format)
 
 
-@packed_attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    position: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-    k_order: Tensor | None,
-    v_order: Tensor | None,
-    format: str,
-) -> Tensor:
-    batch, heads, sequence, width = q.shape
-    return q.new_empty(batch, sequence, heads, width)
+packed_attention.register_fake(outputs)

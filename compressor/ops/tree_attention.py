@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from compressor.ops.attention import attend
+from compressor.ops.attention import attend, outputs
 from compressor.ops.packed_cache import packed_attend
 from compressor.ops.register import operator
 
@@ -62,11 +62,7 @@ def tree_attention(
     return torch.cat(found, dim=1)
 
 
-@tree_attention.register_fake
-def _outputs(q: Tensor, *_others: object, **_more: object) -> Tensor:
-    """Return outputs without values, float32 [1, T, H, D], of queries [1, H, T, D]."""
-    batch, heads, tokens, width = q.shape
-    return q.new_empty(batch, tokens, heads, width)
+tree_attention.register_fake(outputs)
 
 
 @custom_op("compressor::packed_tree_attention", mutates_args=())
@@ -107,7 +103,7 @@ def packed_tree_attention(
     return torch.cat(found, dim=1)
 
 
-packed_tree_attention.register_fake(_outputs)
+packed_tree_attention.register_fake(outputs)
 
 
 def _seen(

@@ -75,6 +75,23 @@ def call(kernel: Any, *given: torch.Tensor | None, out: tuple[int, ...], kind: A
     return torch.from_numpy(result.numpy())
 
 
+def call_in_place(kernel: Any, given: list[Any], caches: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    """Call a kernel that writes the caches, its fourth and fifth operands; they are changed here too.
+
+    Args:
+        given: the others, torch's or TVM's; None is left out.
+        out: of the outputs' shape.
+    """
+    held = [tvm.runtime.tensor(cache.numpy()) for cache in caches]
+    found = [x for x in given if x is not None]
+    operands = [x if isinstance(x, tvm.runtime.Tensor) else tvm.runtime.tensor(x.contiguous().numpy()) for x in found]
+    result = tvm.runtime.tensor(torch.full_like(out, torch.nan).numpy())
+    kernel(*operands[:3], *held, *operands[3:], result)
+    for cache, written in zip(caches, held, strict=True):
+        cache.copy_(torch.from_numpy(written.numpy()))
+    return torch.from_numpy(result.numpy())
+
+
 def pairs(geometry: Geometry) -> list[list[int]]:
     """Return kernel, stride, padding and dilation as operators take them."""
     return [list(pair) for pair in (geometry.kernel, geometry.stride, geometry.padding, geometry.dilation)]

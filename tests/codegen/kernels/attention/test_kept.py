@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import tvm
-from kernel_cases import OPS, TOLERANCE, build, normal, orders, relative_error
+from kernel_cases import OPS, TOLERANCE, build, call_in_place, normal, orders, relative_error
 
 from compressor.codegen.isa import INDEPENDENT_ROWS, Isa
 from compressor.codegen.kernels.attention import cached, kept, packed
@@ -23,17 +20,6 @@ CASES = [  # tokens before, new ones, and which are kept
     (3, 70, [*range(69, -1, -2)]),  # 35 of them, from behind
     (5, 90, [*range(90)]),
 ]
-
-
-def call(kernel: Any, given: list[torch.Tensor | None], caches: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """Call a kernel that writes the caches, its fourth and fifth operands; they are changed here too."""
-    held = [tvm.runtime.tensor(cache.numpy()) for cache in caches]
-    operands = [None if x is None else tvm.runtime.tensor(x.contiguous().numpy()) for x in given]
-    result = tvm.runtime.tensor(torch.full_like(out, torch.nan).numpy())
-    kernel(*(x for x in (*operands[:3], *held, *operands[3:]) if x is not None), result)
-    for cache, written in zip(caches, held, strict=True):
-        cache.copy_(torch.from_numpy(written.numpy()))
-    return torch.from_numpy(result.numpy())
 
 
 @pytest.mark.parametrize(
@@ -69,14 +55,14 @@ def test_kept_tokens(
         position, keep = torch.arange(past, past + new), torch.tensor(chosen)
         rows, given = q[:, :, keep], [cache.clone() for cache in caches]
         expected = OPS.kept_attention(rows, k, v, *caches, position, keep, *settings, sinks, chunk, slopes, biases)
-        got = call(kernel, [rows, k, v, position, keep, *more], given, expected)
+        got = call_in_place(kernel, [rows, k, v, position, keep, *more], given, expected)
         assert relative_error(got, expected) < TOLERANCE, (past, new)
         for cache, fresh, written in zip(caches, (k, v), given, strict=True):
             cache[:, :, position] = fresh
             assert torch.equal(written, cache), "written where it must be and nowhere else"
         for i, r in enumerate(chosen[:3] if len(chosen) <= INDEPENDENT_ROWS else ()):
             one = [x[:, :, r : r + 1] for x in (q, k, v)]
-            alone = call(single, [*one, position[r : r + 1], *more], given, expected[:, :1])
+            alone = call_in_place(single, [*one, position[r : r + 1], *more], given, expected[:, :1])
             assert torch.equal(got[:, i : i + 1], alone), (past, new, r)
 
 
@@ -97,12 +83,12 @@ def test_kept_tokens_over_packed_caches(name: str, permuted: bool, isa: Isa) -> 
         )
         rows, given = q[:, :, keep], [cache.clone() for cache in caches]
         expected = OPS.packed_kept_attention(rows, *fresh, *caches, position, keep, *settings, sinks, *chosen, name)
-        got = call(kernel, [rows, *fresh, position, keep, sinks, *chosen], given, expected)
+        got = call_in_place(kernel, [rows, *fresh, position, keep, sinks, *chosen], given, expected)
         assert relative_error(got, expected) < TOLERANCE, (past, new)
         for cache, row, written in zip(caches, fresh, given, strict=True):
             cache[:, :, position] = row
             assert torch.equal(written, cache)
         for i, r in enumerate(kept_tokens[:3]):
             one = [x[:, :, r : r + 1] for x in (q, *fresh)]
-            alone = call(single, [*one, position[r : r + 1], sinks, *chosen], given, expected[:, :1])
+            alone = call_in_place(single, [*one, position[r : r + 1], sinks, *chosen], given, expected[:, :1])
             assert torch.equal(got[:, i : i + 1], alone), (past, new, r)

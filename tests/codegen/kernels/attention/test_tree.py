@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
-import tvm
-from kernel_cases import OPS, TOLERANCE, build, normal, orders, relative_error, run
+from kernel_cases import OPS, TOLERANCE, build, call_in_place, normal, orders, relative_error, run
 from token_trees import path_to, random_trees
 
 from compressor.codegen.isa import Isa
@@ -18,17 +16,6 @@ from compressor.formats.cache import CacheFormat
 
 CAPACITY = 90
 FORESTS = [((0,), (1,)), ((5, 0, 17), (4, 3, 6)), ((70, 33), (20, 0)), ((2, 3, 1), (1, 1, 1))]
-
-
-def call_in_place(kernel: Any, given: list[Any], caches: list[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """Call a kernel that writes the caches, the fourth and fifth of its operands."""
-    held = [tvm.runtime.tensor(cache.numpy()) for cache in caches]
-    operands = [x if isinstance(x, tvm.runtime.Tensor) else tvm.runtime.tensor(x.contiguous().numpy()) for x in given]
-    result = tvm.runtime.tensor(out.numpy())
-    kernel(*operands[:3], *held, *operands[3:], result)
-    for cache, written in zip(caches, held, strict=True):
-        cache.copy_(torch.from_numpy(written.numpy()))
-    return torch.from_numpy(result.numpy())
 
 
 def in_order(cache: torch.Tensor, slot: int, base: int, rows: list[int]) -> torch.Tensor:
