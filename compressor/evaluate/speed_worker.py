@@ -39,7 +39,7 @@ class Subject:
 
     Attributes:
         drafts: kind and text file -> figures of :func:`compressor_runtime.speculation.measure.measure_drafts`; None
-            where there are no drafts.
+            of a model that drafts nothing.
     """
 
     loaded: dict[str, Any]

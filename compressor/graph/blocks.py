@@ -66,8 +66,33 @@ class Branch:
     reason: str = ""
 
 
+class Together:
+    """Branches that go together.
+
+    Attributes:
+        branches: in order.
+    """
+
+    branches: tuple[Branch, ...]
+
+    @property
+    def entry(self) -> Node:
+        """Return the residual stream in front of them."""
+        return self.branches[0].entry
+
+    @property
+    def exit(self) -> Node:
+        """Return the residual stream behind them."""
+        return self.branches[-1].exit
+
+    @property
+    def reason(self) -> str:
+        """Say why they cannot be left out; an empty text if they can."""
+        return next((branch.reason for branch in self.branches if branch.reason), "")
+
+
 @dataclass(frozen=True)
-class Block:
+class Block(Together):
     """A transformer block: a branch that mixes tokens, with the others around it up to the next one.
 
     Attributes:
@@ -81,21 +106,6 @@ class Block:
     stream: int
     branches: tuple[Branch, ...]
     name: str
-
-    @property
-    def entry(self) -> Node:
-        """The stream in front of it."""
-        return self.branches[0].entry
-
-    @property
-    def exit(self) -> Node:
-        """The stream behind it."""
-        return self.branches[-1].exit
-
-    @property
-    def reason(self) -> str:
-        """Why it cannot be left out; empty if it can."""
-        return next((branch.reason for branch in self.branches if branch.reason), "")
 
 
 def find_blocks(graph: GraphModule) -> list[Block]:
@@ -236,7 +246,7 @@ def _branches(entry: Node, total: Node, between: list[Node]) -> Iterator[list[Br
         return
     whole = _branch(entry, total, between, ())
     if pure and all(term in inside and len(term.users) == 1 for term in terms):
-        mixing = {term for term in terms if mixes_tokens(_cone(term, between))}
+        mixing = {term for term in terms if mixes_tokens(_cones((term,), between))}
         if 0 < len(mixing) < len(terms):
             rest = tuple(term for term in terms if term not in mixing)
             split = (tuple(term for term in terms if term in mixing), rest)
@@ -248,14 +258,10 @@ def _branches(entry: Node, total: Node, between: list[Node]) -> Iterator[list[Br
 def _branch(entry: Node, total: Node, nodes: Sequence[Node], terms: tuple[Node, ...]) -> Branch:
     behind = _descendants(entry, nodes)
     mixers = [node for node in nodes if node.target in _ATTENTION]
-    keys = [next(iter(_keys(node)), None) for node in mixers]
+    keys = [arg for node in mixers for arg in node.args[1:2] if isinstance(arg, Node)]
     part: Part = "attention" if mixes_tokens(nodes) else "ffn"
     crosses = bool(mixers) and all(key not in behind for key in keys)
     return Branch(part, entry, total, total, terms, tuple(nodes), crosses, _common(nodes))
-
-
-def _keys(attention: Node) -> list[Node]:
-    return [arg for arg in attention.args[1:2] if isinstance(arg, Node)]
 
 
 def _descendants(entry: Node, nodes: Sequence[Node]) -> set[Node]:
@@ -264,10 +270,6 @@ def _descendants(entry: Node, nodes: Sequence[Node]) -> set[Node]:
         if any(source in found for source in node.all_input_nodes):
             found.add(node)
     return found
-
-
-def _cone(term: Node, between: Sequence[Node]) -> list[Node]:
-    return _cones((term,), between)
 
 
 def _cones(terms: Sequence[Node], between: Sequence[Node]) -> list[Node]:

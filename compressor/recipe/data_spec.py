@@ -24,7 +24,7 @@ from compressor.host.resources import resource
 from compressor.recipe.sources import SOURCE_KEYS, is_file
 
 PROMPT_TOKENS = 32
-"""Of each prompt that a decoder continues where its continuations are evaluated."""
+"""Tokens of a prompt, where a decoder's continuations are evaluated."""
 Kind = Literal["text", "json", "parquet", "hub", "images", "audio"]
 
 

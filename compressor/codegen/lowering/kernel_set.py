@@ -116,6 +116,12 @@ def _generate(mod: tvm.IRModule, target: tvm.target.Target) -> tuple[Any, Callab
     return tvm.compile(mod, target, relax_pipeline=None, tir_pipeline=PIPELINE), lambda _name: {}
 
 
+def _dense_choices(_rows: int, _columns: int, _storage: str) -> list[Choice]:
+    """Return what the tuner chooses for a linear of stored floats."""
+    many = Choice(TUNED_TOKENS, lambda schedule: dense.gemm_space(schedule.gemv_rows))
+    return [Choice(1, lambda _schedule: dense.gemv_space()), many]
+
+
 def cpu_kernels(isa: Isa) -> KernelSet:
     """Return the kernels for a CPU's instruction set."""
 
@@ -146,13 +152,7 @@ def cpu_kernels(isa: Isa) -> KernelSet:
     return KernelSet(
         isa=isa,
         phases=phases,
-        dense=LinearKernels(
-            dense.dense_linear,
-            lambda _rows, _columns, _storage: [
-                Choice(1, lambda _schedule: dense.gemv_space()),
-                Choice(TUNED_TOKENS, lambda schedule: dense.gemm_space(schedule.gemv_rows)),
-            ],
-        ),
+        dense=LinearKernels(dense.dense_linear, _dense_choices),
         packed=LinearKernels(
             fused_linear,
             packed_choices,

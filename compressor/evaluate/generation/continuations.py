@@ -23,7 +23,7 @@ from compressor.progress import Reporter, Silent
 from compressor.recipe.data_spec import PROMPT_TOKENS
 
 NEW_TOKENS = 64
-"""Of each continuation, where the model has as many positions."""
+"""Tokens of a continuation, where the model has as many positions."""
 _GRAM = 4
 TOGETHER = 32
 """Prompts that are continued at once."""

@@ -19,7 +19,7 @@ _LAST = 2  # layers behind the residual stream that is compared
 
 @dataclass(frozen=True)
 class Change:
-    """What has become of a graph.
+    """Describe a graph whose later layers run kept tokens alone.
 
     Attributes:
         groups: the later layers, with their nodes from before; those of a group share keys and values.
@@ -48,7 +48,7 @@ def stop_prompts(graph: GraphModule, after: int | float, share: int) -> Change |
         after: how many layers with attention run all tokens; or, as a float, which share of them, rounded down.
         share: neighbouring later layers that share keys and values.
     Returns:
-        None, and the graph as it was, where there is no later layer.
+        What has changed; None if all layers run all tokens, as before.
     Raises:
         CannotKeep: names what stands in the way; the graph may be half rewritten.
     """

@@ -91,7 +91,7 @@ def _followed(graph: GraphModule, layers: Sequence[AttentionLayer]) -> Iterator[
     for layer in layers:
         entry = next(cut.entry for cut in cuts if layer.node in cut.nodes)
         if entry is None:
-            raise CannotKeep(f"in front of {layer.name} there is no place where the residual stream alone is read")
+            raise CannotKeep(f"{layer.name} reads other tensors beside the residual stream")
         found = {}
         for what, value in (("queries", layer.queries), ("keys", layer.keys), ("values", layer.values)):
             linears = last_linears(value, entry)

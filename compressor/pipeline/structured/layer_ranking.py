@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from compressor.calibration.segment_runner import SegmentRunner, split_samples
 from compressor.calibration.steps import MICRO_BATCH_TOKENS
-from compressor.graph.blocks import Branch
+from compressor.graph.blocks import Branch, Together
 from compressor.graph.kinds.encoder_decoder import Batch, SampleInputs, tokens_of
 from compressor.graph.segments import cut_at, narrow_points, token_nodes
 from compressor.host.tensor_files import Spill
@@ -30,8 +30,8 @@ Ranking: TypeAlias = Literal["iterative", "influence", "perplexity"]
 
 
 @dataclass(frozen=True)
-class Layer:
-    """What goes as one: a transformer block, or a branch of it.
+class Layer(Together):
+    """Hold what goes as one: a transformer block, or a branch of it.
 
     Attributes:
         name: for people.
@@ -46,24 +46,9 @@ class Layer:
     is_kept: bool
 
     @property
-    def entry(self) -> Node:
-        """The residual stream in front of it."""
-        return self.branches[0].entry
-
-    @property
-    def exit(self) -> Node:
-        """The residual stream behind it."""
-        return self.branches[-1].exit
-
-    @property
     def terms(self) -> tuple[Node, ...]:
-        """What it adds, where something else that stays may be added at once; else empty."""
+        """Return its summands, if one that stays may be added at the same place; else nothing."""
         return () if len({branch.part for branch in self.branches}) > 1 else self.branches[0].terms
-
-    @property
-    def reason(self) -> str:
-        """Why it cannot go; empty if it can."""
-        return next((branch.reason for branch in self.branches if branch.reason), "")
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def named_layers(
     """Return the layers in the blocks that a recipe names: numbers, ranges such as ``2-4``, names of modules.
 
     Raises:
-        UsageError: there is no such block, or it cannot go.
+        UsageError: a block is unknown, or cannot go.
     """
     blocks = find_blocks(graph)
     numbers: set[int] = set()

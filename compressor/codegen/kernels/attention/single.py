@@ -22,7 +22,7 @@ from compressor.codegen.kernels.vector import VECTOR
 
 @dataclass(frozen=True)
 class Further:
-    """What else a kernel reads.
+    """Hold the further buffers that a kernel reads.
 
     Attributes:
         sinks: buffer float32 [H], or None.

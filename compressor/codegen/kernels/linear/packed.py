@@ -153,7 +153,7 @@ class Shape:
 
     @property
     def has_few(self) -> bool:
-        """Whether few rows go another way than many: AMX's sums of integers are those of vectors, for any number."""
+        """Tell that few rows take blocks of their own: AMX's sums of integers are those of vectors anyway."""
         return not (self.is_tiled and self.body.integer) and not blocks.supports(self.body.isa)
 
     @property

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a chain of drafted tokens is expected to gain, at its best length.
+    """Hold the gain that is expected of a chain of drafted tokens, at its best length.
 
     Attributes:
         length: drafted tokens a verification, at least 1.

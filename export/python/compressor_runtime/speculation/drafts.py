@@ -29,7 +29,7 @@ def speculation(bundle: Any, asked: Any) -> Speculation | None:
         bundle: a :class:`compressor_runtime.bundle.Bundle`; what its manifest says holds unless something is asked for.
         asked: a kind, "off", or None.
     Raises:
-        RequestError: there is no such kind, or the bundle cannot serve it.
+        RequestError: the kind is unknown, or the bundle cannot serve it.
     """
     wanted = bundle.model.get("speculate", "off") if asked is None else asked
     if not isinstance(wanted, str) or wanted not in ("off", *KINDS):
