@@ -99,9 +99,11 @@ def prompt_ids(prompt: Any, encode: Callable[[str], list[int]], bos_id: int | No
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise RequestError(f"prompt: {given.dtype} {list(given.shape)}; give text, or token ids in a row")
         ids = given.tolist()
-    if not ids and bos_id is None:
+    if ids:
+        return ids
+    if bos_id is None:
         raise RequestError("the prompt is empty and the model has no beginning-of-sequence token; give a prompt")
-    return ids or [bos_id]
+    return [bos_id]
 
 
 def token_trees(

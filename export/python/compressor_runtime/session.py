@@ -228,8 +228,8 @@ class Session:
         """Call the entry for drafted tokens; return logits [R, V]."""
         assert self._verify is not None
         inputs = (self._device.put(np.ascontiguousarray(x)) for x in (ids[None], position, keep, *places))
-        logits: NDArray[np.float32] = self._verify(*inputs, *self._caches)
-        return logits[0]
+        logits: NDArray[np.float32] = self._verify(*inputs, *self._caches)[0]
+        return logits
 
     def _logits(self, tokens: NDArray[np.int64], rows: NDArray[Any]) -> NDArray[np.float32]:
         kept = (*self._caches, *self._states, *self._memory)
