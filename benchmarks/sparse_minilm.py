@@ -82,7 +82,7 @@ def train(folder: Path, weights: Path, seconds: float, options: dict[str, Any]) 
 
     def run(steps: int) -> tuple[Any, float]:
         every = {"evaluate_every": max(1, steps // 8), "checkpoint_every": 10**6}
-        step = SparseTrain(SCHEME, steps=steps, warmup=0.02, held_out=0.02, hidden=1.0, **every, **options)
+        step = SparseTrain(scheme=SCHEME, steps=steps, warmup=0.02, held_out=0.02, hidden=1.0, **every, **options)
         begin = time.perf_counter()
         return step.run(clone_graph(graph), context), time.perf_counter() - begin
 

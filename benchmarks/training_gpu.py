@@ -51,9 +51,9 @@ PASSES: dict[str, Any] = {
     "distill": Distill(**COMMON, hidden=0.1),
     "distill, adapters": Distill(**COMMON, adapter_rank=8),
     "distill, by block": Distill(**COMMON, by_block=True),
-    "sparse_train, cubic": SparseTrain("W8A16_B16x1@90", **COMMON),
-    "sparse_train, ADMM": SparseTrain("W8A16_B16x1@90", **COMMON, method="admm", project_every=4),
-    "learned_mask": LearnedMask("W8A16_2:4", **COMMON, refit=False, learning_rate=0.3),
+    "sparse_train, cubic": SparseTrain(scheme="W8A16_B16x1@90", **COMMON),
+    "sparse_train, ADMM": SparseTrain(scheme="W8A16_B16x1@90", **COMMON, method="admm", project_every=4),
+    "learned_mask": LearnedMask(scheme="W8A16_2:4", **COMMON, refit=False, learning_rate=0.3),
 }
 DENSE = (
     "sparse_train, cubic",

@@ -113,10 +113,18 @@ TABLES = re.findall(r"^\| option of `(\w+)` \|", text("docs/recipes.md"), re.MUL
 
 
 def described_options(cls: type[Any]) -> dict[str, str]:
-    """Read an option's meaning from the section ``Attributes:`` of its dataclass's docstring."""
-    section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2].split("\n\n")[0]
-    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
-    return {name: " ".join(meaning.split()) for name, meaning in entries}
+    """Read each option's meaning from the section ``Attributes:`` of the nearest dataclass that describes it."""
+    found: dict[str, str] = {}
+    for kind in filter(dataclasses.is_dataclass, cls.__mro__):
+        section = inspect.cleandoc(vars(kind)["__doc__"] or "").partition("Attributes:\n")[2].split("\n\n")[0]
+        entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
+        found = {name: " ".join(meaning.split()) for name, meaning in entries} | found
+    return {field.name: found[field.name] for field in own_first(cls) if field.name in found}
+
+
+def own_first(cls: type[Any]) -> list[dataclasses.Field[Any]]:
+    """Return a dataclass's fields: those that it declares itself in front."""
+    return sorted(dataclasses.fields(cls), key=lambda field: field.name not in vars(cls).get("__annotations__", {}))
 
 
 def as_written(value: object) -> str:
@@ -137,7 +145,7 @@ def option_table(name: str) -> str:
     """Generate the table of a pass's or a target's options from its dataclass."""
     cls = TARGETS.find(name) if name in TARGETS.names() else PASSES.find(name)
     meanings, lines = described_options(cls), [f"| option of `{name}` | default | meaning |", "|---|---|---|"]
-    for field in dataclasses.fields(cls):
+    for field in own_first(cls):
         meaning = re.sub(r":\w+:`([^`]+)`", r"`\1`", meanings[field.name]).replace("``", "`").replace("|", "\\|")
         lines.append(f"| `{field.name}` | {default_cell(field)} | {meaning.removesuffix('.')} |")
     return "\n".join(lines) + "\n"
@@ -157,7 +165,7 @@ def test_the_tables_of_options_follow_the_dataclasses(name: str, pytestconfig: p
 def test_every_option_is_described_where_it_is_declared(name: str) -> None:
     """``compress show`` prints this description, and the tables are made of it."""
     cls = TARGETS.find(name) if name in TARGETS.names() else PASSES.find(name)
-    assert list(described_options(cls)) == [field.name for field in dataclasses.fields(cls)]
+    assert described_options(cls).keys() == {field.name for field in dataclasses.fields(cls)}
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "recipes.md"], ids=by_page)

@@ -6,8 +6,10 @@ import ast
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from compressor.errors import CompressorError, first_line
@@ -16,7 +18,9 @@ from compressor.registry import Registry
 
 @dataclass(frozen=True)
 class Outline:
-    """The docstring of a class, and the default of each option as Python writes it."""
+    """The docstring of a class, with what its base classes say of their options, and each option's default as Python
+    writes it.
+    """
 
     text: str
     defaults: Mapping[str, str]
@@ -36,25 +40,81 @@ def outline(registry: Registry, name: str) -> Outline:
     place = registry.names()[name]
     module, _, wanted = place.partition(":")
     try:
-        spec = importlib.util.find_spec(module)  # which imports the packages around it
-        if spec is None or spec.origin is None:
-            raise ImportError(f"no module named {module!r}")
-        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+        tree = _parsed(module)
+        found = [node for node in tree.body if isinstance(node, ast.ClassDef) and _is_meant(node, wanted, registry)]
+        packages = {module.partition(".")[0], __name__.partition(".")[0]}
+        lines = [list(_with_bases(node, tree, packages)) for node in found]
     except Exception as error:  # whatever the packages of somebody else raise
         raise CompressorError(f"{registry.kind} {name!r}: {place} cannot be read: {first_line(error)}") from error
-    found = [node for node in tree.body if isinstance(node, ast.ClassDef) and _is_meant(node, wanted, registry)]
-    if len(found) != 1:
-        raise CompressorError(f"{registry.kind} {name!r}: {place} holds {len(found)} such classes")
-    fields = [node for node in found[0].body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    if len(lines) != 1:
+        raise CompressorError(f"{registry.kind} {name!r}: {place} holds {len(lines)} such classes")
+    own, *others = lines[0]
+    defaults, meanings = _options(own), _meanings(own)
+    inherited: dict[str, str] = {}
+    for node in others:
+        for option, default in _options(node).items():
+            defaults.setdefault(option, default)
+        inherited = {**_meanings(node), **inherited}
+    text = _docstring(own)
+    if added := [text for option, text in inherited.items() if option in defaults and option not in meanings]:
+        heading = "" if meanings else "\n\nAttributes:"
+        text = "\n".join([text + heading, *added])
+    return Outline(text, defaults)
+
+
+@lru_cache
+def _parsed(module: str) -> ast.Module:
+    spec = importlib.util.find_spec(module)  # which imports the packages around it
+    if spec is None or spec.origin is None:
+        raise ImportError(f"no module named {module!r}")
+    return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+
+
+def _with_bases(node: ast.ClassDef, tree: ast.Module, packages: Set[str]) -> Iterator[ast.ClassDef]:
+    """Yield a class, then those it is derived from, left to right, as far as they are from these packages."""
+    yield node
+    imported = {
+        alias.asname or alias.name: (statement.module, alias.name)
+        for statement in tree.body
+        if isinstance(statement, ast.ImportFrom) and statement.module
+        for alias in statement.names
+        if statement.module.partition(".")[0] in packages
+    }
+    for base in map(ast.unparse, node.bases):
+        module, name = imported.get(base, ("", base))
+        source = _parsed(module) if module else tree
+        for found in source.body:
+            if isinstance(found, ast.ClassDef) and found.name == name and found is not node:
+                yield from _with_bases(found, source, packages)
+
+
+def _options(node: ast.ClassDef) -> dict[str, str]:
+    """Return the default of each option that a class declares itself."""
+    if not _is_dataclass(node):
+        return {}
+    fields = [part for part in node.body if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)]
     options = [field for field in fields if "ClassVar" not in ast.unparse(field.annotation)]
-    defaults = {ast.unparse(field.target): _shown(field.value) for field in options}
-    return Outline(inspect.cleandoc(ast.get_docstring(found[0]) or ""), defaults)
+    return {ast.unparse(field.target): _shown(field.value) for field in options}
+
+
+def _docstring(node: ast.ClassDef) -> str:
+    return inspect.cleandoc(ast.get_docstring(node) or "")
+
+
+def _meanings(node: ast.ClassDef) -> dict[str, str]:
+    """Return what a class's docstring says of each option, lines as they stand there."""
+    section = _docstring(node).partition("Attributes:\n")[2].split("\n\n")[0]
+    return {entry[1]: entry[0] for entry in re.finditer(r"^    (\w+): .*(?:\n {5,}.*)*", section, re.MULTILINE)}
+
+
+def _is_dataclass(node: ast.ClassDef) -> bool:
+    return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
 def _is_meant(node: ast.ClassDef, wanted: str, registry: Registry) -> bool:
     if wanted:
         return node.name == wanted
-    if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+    if not _is_dataclass(node):
         return False
     if registry.base:
         return registry.base.partition(":")[2] in map(ast.unparse, node.bases)

@@ -19,9 +19,9 @@ from compressor.passes.alps import Alps
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan, plan_zeros
-from compressor.training.device import Device, DeviceName
+from compressor.training.device import Device
 from compressor.training.loop import Objective
-from compressor.training.settings import Shape
+from compressor.training.settings import TeacherOptions, WeightOptions
 from compressor.training.teacher import TaughtPass
 from compressor.training.trainable import TrainableGraph
 from compressor.training.zeros.choices import Choices, Refitted
@@ -31,8 +31,8 @@ from compressor.training.zeros.start import plans_with_start, pruned_start, refu
 _COPIES = 7  # of a logit, as of a weight that is trained: itself, its gradient, two means, a step's work, draw, noise
 
 
-@dataclass(frozen=True)
-class LearnedMask(TaughtPass, Pass):
+@dataclass(frozen=True, kw_only=True)
+class LearnedMask(TeacherOptions, WeightOptions, TaughtPass, Pass):
     """Train the choice of N of every M weights of a row, so that the outputs come near to those of the dense model.
 
     Each group of M weights has a logit for each mask that the pattern allows; a draw of masks is trained, which gets
@@ -45,49 +45,12 @@ class LearnedMask(TaughtPass, Pass):
         refit: begin with the masks of `alps` and the weights that it refits, on the samples that are trained on; a
             weight that comes back is the dense one.  Without it, begin with Wanda's masks (the largest
             ``|w| * ||x||``), and weights stay what they are; a learning rate of 0.3 suits that.
-        temperature: logits of the predictions are divided by it.
-        hidden: weight of the hidden states' error in the loss, at the places where only the residual stream is live,
-            behind each attention and each feed-forward network; 0 leaves them out.
-        steps: of the optimiser.
-        batch: samples that run at once.
-        accumulate: batches whose gradients are added up for one step.
-        learning_rate: at its highest.
-        schedule: how it falls to zero: ``cosine`` or ``linear``.
-        warmup: share of the steps in which it rises.
-        weight_decay: of matrices, times the learning rate a step.
-        clip: largest norm of all gradients together.
-        held_out: share of the samples that are not trained on.
-        evaluate_every: steps between two looks at these.
-        patience: looks without a smaller loss after which training ends; 0 goes on to the last step.
-        checkpoint_every: steps between two states in the cache, from which a killed run goes on.
-        vectors: train norms and biases too.
-        tables: train embedding tables too; one that is tied to a linear is trained with it.
-        targets: class names, module names or ``re:`` patterns of the linears to prune.
-        ignore: patterns of linears to leave as they are.
-        device: what trains, ``cpu`` or ``cuda``, an NVIDIA GPU; each gives its own bits, the same in every run.
     """
 
     scheme: str
     refit: bool = True
-    temperature: float = 1.0
-    hidden: float = 0.0
-    steps: int = 200
-    batch: int = 8
-    accumulate: int = 1
     learning_rate: float = 0.15
-    schedule: Shape = "cosine"
-    warmup: float = 0.05
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    held_out: float = 0.1
-    evaluate_every: int = 25
-    patience: int = 0
-    checkpoint_every: int = 50
     vectors: bool = False
-    tables: bool = False
-    targets: str | tuple[str, ...] = "Linear"
-    ignore: str | tuple[str, ...] = ()
-    device: DeviceName = "cpu"
 
     def __post_init__(self) -> None:
         if Format.parse(self.scheme).extra(KeptOfGroup) is None:

@@ -14,9 +14,9 @@ from compressor.numerics.sparsity.n_of_m import Pattern, pattern_of
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan, plan_zeros
-from compressor.training.device import Device, DeviceName
+from compressor.training.device import Device
 from compressor.training.loop import Objective
-from compressor.training.settings import Shape
+from compressor.training.settings import TeacherOptions, WeightOptions
 from compressor.training.teacher import TaughtPass
 from compressor.training.trainable import TrainableGraph
 from compressor.training.zeros.gates import Gates, first_scores
@@ -26,8 +26,8 @@ from compressor.training.zeros.start import refuse_unfit
 _COPIES = 8  # of a score: itself, its gradient, two means, a step's work, its slope, its order, which is twice as wide
 
 
-@dataclass(frozen=True)
-class PolarisedGates(TaughtPass, Pass):
+@dataclass(frozen=True, kw_only=True)
+class PolarisedGates(TeacherOptions, WeightOptions, TaughtPass, Pass):
     """Train a gate for each weight, open or closed, with the weights, so that the outputs come near to the dense model.
 
     As many gates are open at any time as the scheme keeps: those with the largest scores, at first those of the largest
@@ -43,51 +43,13 @@ class PolarisedGates(TaughtPass, Pass):
             stay what they are, and gates change until the end.
         polarisation: how strongly scores are driven apart in the end: at 1, as fast as the optimiser may move them.
         gate_speed: scores move so many times as fast as weights.
-        temperature: logits of the predictions are divided by it.
-        hidden: weight of the hidden states' error in the loss, at the places where only the residual stream is live,
-            behind each attention and each feed-forward network; 0 leaves them out.
-        steps: of the optimiser.
-        batch: samples that run at once.
-        accumulate: batches whose gradients are added up for one step.
-        learning_rate: at its highest.
-        schedule: how it falls to zero: ``cosine`` or ``linear``.
-        warmup: share of the steps in which it rises.
-        weight_decay: of matrices, times the learning rate a step.
-        clip: largest norm of all gradients together.
-        held_out: share of the samples that are not trained on.
-        evaluate_every: steps between two looks at these.
-        patience: looks without a smaller loss after which training ends; 0 goes on to the last step.
-        checkpoint_every: steps between two states in the cache, from which a killed run goes on.
-        vectors: train norms and biases too.
-        tables: train embedding tables too; one that is tied to a linear is trained with it.
-        targets: class names, module names or ``re:`` patterns of the linears to prune.
-        ignore: patterns of linears to leave as they are.
-        device: what trains, ``cpu`` or ``cuda``, an NVIDIA GPU; each gives its own bits, the same in every run.
     """
 
     scheme: str
     train_weights: bool = True
     polarisation: float = 1.0
     gate_speed: float = 100.0
-    temperature: float = 1.0
-    hidden: float = 0.0
-    steps: int = 200
-    batch: int = 8
-    accumulate: int = 1
-    learning_rate: float = 1e-3
-    schedule: Shape = "cosine"
-    warmup: float = 0.05
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    held_out: float = 0.1
-    evaluate_every: int = 25
-    patience: int = 0
-    checkpoint_every: int = 50
     vectors: bool = False
-    tables: bool = False
-    targets: str | tuple[str, ...] = "Linear"
-    ignore: str | tuple[str, ...] = ()
-    device: DeviceName = "cpu"
 
     def __post_init__(self) -> None:
         if pattern_of(Format.parse(self.scheme)) is None:

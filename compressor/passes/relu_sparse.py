@@ -16,9 +16,9 @@ from compressor.numerics.products.deterministic import total
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan
-from compressor.training.device import Device, DeviceName
+from compressor.training.device import Device
 from compressor.training.loop import Objective
-from compressor.training.settings import Shape, staged
+from compressor.training.settings import TeacherOptions, WeightOptions, staged
 from compressor.training.teacher import TaughtPass
 from compressor.training.trainable import Outputs, TrainableGraph
 from compressor.training.zeros.masks import LastThird, Masks
@@ -28,8 +28,8 @@ _RELU, _SMOOTH = _ATEN.relu.default, (_ATEN.silu.default, _ATEN.gelu.default)
 _MEASURED = 8  # samples on which zeros are counted
 
 
-@dataclass(frozen=True)
-class ReluSparse(TaughtPass, Pass):
+@dataclass(frozen=True, kw_only=True)
+class ReluSparse(TeacherOptions, WeightOptions, TaughtPass, Pass):
     """Replace SiLU and GELU in front of linears by ReLU, and train towards the dense model until most neurons are zero.
 
     A penalty on what ReLU lets through rises along three half waves of a sine during two thirds of the steps, and stays
@@ -39,48 +39,10 @@ class ReluSparse(TaughtPass, Pass):
 
     Attributes:
         penalty: weight in the loss of the mean of what ReLU lets through.
-        temperature: logits are divided by it; above 1, unlikely tokens count for more.
-        hidden: weight of the hidden states' error in the loss, at the places where only the residual stream is live,
-            behind each attention and each feed-forward network; 0 leaves them out.
-        steps: of the optimiser.
-        batch: samples that run at once.
-        accumulate: batches whose gradients are added up for one step.
-        learning_rate: at its highest.
-        schedule: how it falls to zero: ``cosine`` or ``linear``.
-        warmup: share of the steps in which it rises.
-        weight_decay: of matrices, times the learning rate a step.
-        clip: largest norm of all gradients together.
-        held_out: share of the samples that are not trained on.
-        evaluate_every: steps between two looks at these.
-        patience: looks without a smaller loss after which training ends; 0 goes on to the last step.
-        checkpoint_every: steps between two states in the cache, from which a killed run goes on.
-        vectors: train norms and biases too.
-        tables: train embedding tables too; one that is tied to a linear is trained with it.
-        targets: class names, module names or ``re:`` patterns of the linears to train.
-        ignore: patterns of linears to leave as they are.
-        device: what trains, ``cpu`` or ``cuda``, an NVIDIA GPU; each gives its own bits, the same in every run.
     """
 
     penalty: float = 0.1
-    temperature: float = 1.0
-    hidden: float = 0.0
     steps: int = 600
-    batch: int = 8
-    accumulate: int = 1
-    learning_rate: float = 1e-3
-    schedule: Shape = "cosine"
-    warmup: float = 0.05
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    held_out: float = 0.1
-    evaluate_every: int = 25
-    patience: int = 0
-    checkpoint_every: int = 50
-    vectors: bool = True
-    tables: bool = False
-    targets: str | tuple[str, ...] = "Linear"
-    ignore: str | tuple[str, ...] = ()
-    device: DeviceName = "cpu"
 
     def __post_init__(self) -> None:
         if not 0 <= self.penalty <= 1e6:

@@ -15,16 +15,15 @@ from compressor.graph.sites import Site
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan, plan_zeros
-from compressor.training.device import DeviceName
-from compressor.training.settings import Shape
+from compressor.training.settings import TeacherOptions, WeightOptions
 from compressor.training.teacher import TaughtPass
 from compressor.training.trainable import TrainableGraph
 from compressor.training.zeros.admm import ProjectedBlocks
 from compressor.training.zeros.masks import GrowingBlocks, Masks
 
 
-@dataclass(frozen=True)
-class SparseTrain(TaughtPass, Pass):
+@dataclass(frozen=True, kw_only=True)
+class SparseTrain(TeacherOptions, WeightOptions, TaughtPass, Pass):
     """Leave out blocks of columns little by little, while the rest learns to predict what the model did.
 
     The share that is left out rises by a cubic schedule during two thirds of the steps, or weights are drawn towards
@@ -40,51 +39,13 @@ class SparseTrain(TaughtPass, Pass):
         penalty: of ``admm`` in the end: at 1, a weight as large as its matrix's mean is drawn as fast as the optimiser
             may move it.
         project_every: steps of ``admm`` between two choices of blocks.
-        temperature: logits are divided by it; above 1, unlikely tokens count for more.
-        hidden: weight of the hidden states' error in the loss, at the places where only the residual stream is live,
-            behind each attention and each feed-forward network; 0 leaves them out.
-        steps: of the optimiser.
-        batch: samples that run at once.
-        accumulate: batches whose gradients are added up for one step.
-        learning_rate: at its highest.
-        schedule: how it falls to zero: ``cosine`` or ``linear``.
-        warmup: share of the steps in which it rises.
-        weight_decay: of matrices, times the learning rate a step.
-        clip: largest norm of all gradients together.
-        held_out: share of the samples that are not trained on.
-        evaluate_every: steps between two looks at these.
-        patience: looks without a smaller loss after which training ends; 0 goes on to the last step.
-        checkpoint_every: steps between two states in the cache, from which a killed run goes on.
-        vectors: train norms and biases too.
-        tables: train embedding tables too; one that is tied to a linear is trained with it.
-        targets: class names, module names or ``re:`` patterns of the linears to prune and to train.
-        ignore: patterns of linears to leave as they are.
-        device: what trains, ``cpu`` or ``cuda``, an NVIDIA GPU; each gives its own bits, the same in every run.
     """
 
     scheme: str
     method: Literal["cubic", "admm"] = "cubic"
     penalty: float = 10.0
     project_every: int = 8
-    temperature: float = 1.0
-    hidden: float = 0.0
     steps: int = 600
-    batch: int = 8
-    accumulate: int = 1
-    learning_rate: float = 1e-3
-    schedule: Shape = "cosine"
-    warmup: float = 0.05
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    held_out: float = 0.1
-    evaluate_every: int = 25
-    patience: int = 0
-    checkpoint_every: int = 50
-    vectors: bool = True
-    tables: bool = False
-    targets: str | tuple[str, ...] = "Linear"
-    ignore: str | tuple[str, ...] = ()
-    device: DeviceName = "cpu"
 
     def __post_init__(self) -> None:
         if Format.parse(self.scheme).extra(ColumnBlocks) is None:

@@ -27,15 +27,15 @@ from compressor.numerics.products.deterministic import total
 from compressor.pipeline.context import Context, SiteRecord
 from compressor.pipeline.pipeline import Pass, TrainingNeeds
 from compressor.pipeline.site_plan import SitePlan, plan_untouched
-from compressor.training.device import Device, DeviceName
+from compressor.training.device import Device
 from compressor.training.loop import Objective
-from compressor.training.settings import Settings, Shape
+from compressor.training.settings import Settings, TeacherOptions
 from compressor.training.teacher import TaughtPass, towards
 from compressor.training.trainable import TrainableGraph
 
 
-@dataclass(frozen=True)
-class SwiftKv(TaughtPass, Pass):
+@dataclass(frozen=True, kw_only=True)
+class SwiftKv(TeacherOptions, TaughtPass, Pass):
     """Compute keys and values of later layers behind an early one, so that prompt tokens stop there.
 
     Queries, keys and values of later layers, and the one norm in front of the latter, are trained to predict what the
@@ -46,21 +46,8 @@ class SwiftKv(TaughtPass, Pass):
         after: layers with attention that all tokens run: how many, or, below 1, their share, rounded down.
         share: neighbouring later layers that share keys and values, made with the mean of their weights (AcrossKV); 1
             shares none.
-        temperature: logits are divided by it; above 1, unlikely tokens count for more.
         hidden: weight in the loss of the hidden state's error in front of the last two layers, relative to its size.
         steps: of the optimiser; 0 trains nothing.
-        batch: samples that run at once.
-        accumulate: batches whose gradients are added up for one step.
-        learning_rate: at its highest.
-        schedule: how it falls to zero: ``cosine`` or ``linear``.
-        warmup: share of the steps in which it rises.
-        weight_decay: of matrices, times the learning rate a step.
-        clip: largest norm of all gradients together.
-        held_out: share of the samples that are not trained on.
-        evaluate_every: steps between two looks at these.
-        patience: looks without a smaller loss after which training ends; 0 goes on to the last step.
-        checkpoint_every: steps between two states in the cache, from which a killed run goes on.
-        device: what trains, ``cpu`` or ``cuda``, an NVIDIA GPU; each gives its own bits, the same in every run.
     """
 
     after: int | float = 0.5
@@ -69,17 +56,7 @@ class SwiftKv(TaughtPass, Pass):
     hidden: float = 1.0
     steps: int = 400
     batch: int = 4
-    accumulate: int = 1
-    learning_rate: float = 1e-3
-    schedule: Shape = "cosine"
-    warmup: float = 0.05
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    held_out: float = 0.1
     evaluate_every: int = 50
-    patience: int = 0
-    checkpoint_every: int = 50
-    device: DeviceName = "cpu"
 
     needs_dense: ClassVar[bool] = False  # the model as this pass finds it teaches
 

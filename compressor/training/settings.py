@@ -1,4 +1,7 @@
-"""Settings of a training, and the learning rate that follows from them."""
+"""Options that passes that train share, with their defaults, and the learning rate that follows from them.
+
+A pass declares anew the options whose default or meaning differs.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +13,106 @@ import torch
 from torch import Tensor
 
 from compressor.errors import UsageError
+from compressor.training.device import DeviceName
 
 Shape: TypeAlias = Literal["cosine", "linear"]
 """How the learning rate falls after its warm-up: along half a cosine to zero, or straight."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Numbers that a training goes by; each has the meaning of the option of the same name of `finetune`.
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+    """Numbers that the loop of a training goes by.
+
+    Attributes:
+        steps: of the optimiser.
+        batch: samples that run at once.
+        accumulate: batches whose gradients are added up for one step.
+        learning_rate: at its highest.
+        schedule: how it falls to zero: ``cosine`` or ``linear``.
+        warmup: share of the steps in which it rises.
+        weight_decay: of matrices, times the learning rate a step.
+        clip: largest norm of all gradients together.
+        held_out: share of the samples that are not trained on.
+        evaluate_every: steps between two looks at these.
+        patience: looks without a smaller loss after which training ends; 0 goes on to the last step.
+        checkpoint_every: steps between two states in the cache, from which a killed run goes on.
+    """
+
+    steps: int = 200
+    batch: int = 8
+    accumulate: int = 1
+    learning_rate: float = 1e-3
+    schedule: Shape = "cosine"
+    warmup: float = 0.05
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    held_out: float = 0.1
+    evaluate_every: int = 25
+    patience: int = 0
+    checkpoint_every: int = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(LoopOptions):
+    """Options of every pass that trains.
+
+    Attributes:
+        device: what trains, ``cpu`` or ``cuda``, an NVIDIA GPU; each gives its own bits, the same in every run.
+    """
+
+    device: DeviceName = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightOptions:
+    """Which parameters are trained.
+
+    Attributes:
+        vectors: train norms and biases too.
+        tables: train embedding tables too; one that is tied to a linear is trained with it.
+        targets: class names, module names or ``re:`` patterns of the linears to train, and to prune if the pass does.
+        ignore: patterns of linears to leave as they are.
+    """
+
+    vectors: bool = True
+    tables: bool = False
+    targets: str | tuple[str, ...] = "Linear"
+    ignore: str | tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """What is trained in the place of linears' weights.
+
+    Attributes:
+        adapter_rank: train, for each linear, two matrices of this rank, whose product is added to its weight at the end
+            (LoRA); 0 trains the weight itself.
+    """
+
+    adapter_rank: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherOptions:
+    """How far outputs are from those of the teacher.
+
+    Attributes:
+        temperature: logits are divided by it; above 1, unlikely tokens count for more.
+        hidden: weight of the hidden states' error in the loss, at the places where only the residual stream is live,
+            behind each attention and each feed-forward network; 0 leaves them out.
+    """
+
+    temperature: float = 1.0
+    hidden: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(LoopOptions):
+    """Numbers that a training goes by.
 
     Raises:
         UsageError: a number is out of its range.
     """
-
-    steps: int
-    batch: int
-    accumulate: int
-    learning_rate: float
-    schedule: Shape
-    warmup: float
-    weight_decay: float
-    clip: float
-    held_out: float
-    evaluate_every: int
-    patience: int
-    checkpoint_every: int
 
     def __post_init__(self) -> None:
         least = {"steps": 1, "batch": 1, "accumulate": 1, "evaluate_every": 1, "patience": 0, "checkpoint_every": 1}

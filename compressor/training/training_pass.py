@@ -26,7 +26,7 @@ from compressor.progress import Task
 from compressor.training.checkpoints import Checkpoints
 from compressor.training.device import Device, DeviceName, gpu_bytes, gpu_facts
 from compressor.training.loop import History, Objective, Training
-from compressor.training.settings import Settings, Shape
+from compressor.training.settings import LoopOptions, Settings, TrainingOptions
 from compressor.training.trainable import TrainableGraph
 from compressor.training.zeros.masks import KeptZeros, Masks
 
@@ -34,35 +34,18 @@ _COPIES = 7  # float32 copies of a weight: itself, its gradient, two means, the 
 _FUSED = 4  # of a weight that has adapters: itself, with these added, its gradient, and the best
 
 
-class TrainingPass(Pass):
-    """What passes have in common that train: all but the loss and the masks.  The options are those of each pass.
+class TrainingPass(TrainingOptions, Pass):
+    """What passes have in common that train: all but the loss and the masks.
 
-    Attributes:
-        steps ... checkpoint_every: as in :class:`compressor.training.settings.Settings`.
-        vectors, tables: whether norms and biases, and embedding tables, are trained beside the linears.
-        targets, ignore: patterns of linears.
-        adapter_rank: of the matrices that are trained in the place of linears' weights; 0 trains these.
-        device: what trains.
+    Their options are those of :mod:`compressor.training.settings`; one that chooses what it trains itself has no
+    :class:`~compressor.training.settings.WeightOptions`.
     """
 
-    steps: int
-    batch: int
-    accumulate: int
-    learning_rate: float
-    schedule: Shape
-    warmup: float
-    weight_decay: float
-    clip: float
-    held_out: float
-    evaluate_every: int
-    patience: int
-    checkpoint_every: int
     vectors: bool
     tables: bool
     targets: str | tuple[str, ...]
     ignore: str | tuple[str, ...]
     adapter_rank: int = 0
-    device: DeviceName
 
     @abstractmethod
     def prepare(
@@ -159,7 +142,7 @@ class TrainingPass(Pass):
     def key(self, ctx: Context) -> str:
         """Return the digest of everything that determines the result."""
         samples, gpu = ctx.calibration(self.name), gpu_facts(self.name) if self.device == "cuda" else {}
-        return digest(ctx.state, self.name, dataclasses.asdict(self), samples.sha256, ctx.seed, gpu)  # type: ignore[call-overload]
+        return digest(ctx.state, self.name, dataclasses.asdict(self), samples.sha256, ctx.seed, gpu)
 
     def train(
         self,
@@ -223,7 +206,7 @@ class TrainingPass(Pass):
         return 4 * 4 * max(sum(graph.get_parameter(name).numel() for name in part) for part in parts)
 
     def _settings(self) -> Settings:
-        return Settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Settings)})
+        return Settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(LoopOptions)})
 
     def chosen(self, graph: GraphModule) -> tuple[list[Site], list[str]]:
         """Return the linears, and the names of all parameters to train."""

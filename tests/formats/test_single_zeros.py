@@ -114,4 +114,4 @@ def test_other_counts_are_refused() -> None:
 
 def test_training_keeps_to_blocks() -> None:
     with pytest.raises(UsageError, match="W8A16_B1x1@80 leaves no blocks out; end it with _B16x1@90"):
-        SparseTrain("W8A16_B1x1@80")
+        SparseTrain(scheme="W8A16_B1x1@80")

@@ -42,7 +42,7 @@ SAMPLES = random_samples(97, 16)
 IDS = torch.randint(3, 9, (32, 24), generator=torch.Generator().manual_seed(0))  # few words: something can be learned
 WORDS = Samples(IDS, IDS.flatten(), tokens_sha256(IDS), "random tokens")
 ORDER = torch.randperm(32, generator=torch.Generator().manual_seed(0))  # of the seed 0; the first are held out
-QUICK = LearnedMask("W8A16_2:4", steps=12, batch=4, evaluate_every=2, checkpoint_every=5)
+QUICK = LearnedMask(scheme="W8A16_2:4", steps=12, batch=4, evaluate_every=2, checkpoint_every=5)
 PLAIN = dataclasses.replace(QUICK, refit=False, learning_rate=0.3)
 
 
@@ -128,7 +128,7 @@ def test_it_begins_with_alps_and_brings_back_dense_weights(
     larger: GraphModule, refitted: dict[str, torch.Tensor]
 ) -> None:
     ctx = Context(samples=WORDS)
-    step = LearnedMask("W8A16_2:4", learning_rate=0.1, steps=60, batch=16, evaluate_every=10)
+    step = LearnedMask(scheme="W8A16_2:4", learning_rate=0.1, steps=60, batch=16, evaluate_every=10)
     graph = Pipeline([step], [VerifyStages()]).run(clone_graph(larger), ctx)
     back = 0
     for site in linear_sites(graph):
@@ -151,7 +151,7 @@ def test_the_start_stays_where_steps_lead_astray_and_held_out_samples_have_no_pa
     if held_out == "others":
         ids[ORDER[:3]] = WORDS.ids[ORDER[3:6]]
     ctx = Context(samples=dataclasses.replace(WORDS, ids=ids, sha256=tokens_sha256(ids)))
-    astray = LearnedMask("W8A16_2:4", steps=2, learning_rate=1e4, evaluate_every=1)
+    astray = LearnedMask(scheme="W8A16_2:4", steps=2, learning_rate=1e4, evaluate_every=1)
     graph = Pipeline([astray]).run(clone_graph(larger), ctx)
     assert ": it stays" in ctx.notes[1]
     for site in linear_sites(graph):
@@ -179,7 +179,7 @@ def test_a_plan_counts_the_start(llama: GraphModule) -> None:
     for refit in (True, False):
         meta = clone_graph(llama)
         drop_weights(meta)
-        step = LearnedMask("W8A16_2:4", ignore="lm_head", refit=refit)
+        step = LearnedMask(scheme="W8A16_2:4", ignore="lm_head", refit=refit)
         plans = step.plan(meta, Context())
         assert [plan.site for plan in plans if plan.note == "is trained"] and not any(plan.format for plan in plans)
         passes = PassPlan(1, "learned_mask", tuple(plans), 0, True, training=step.training)
@@ -199,7 +199,7 @@ def test_a_plan_counts_the_start(llama: GraphModule) -> None:
 
 def test_an_interrupted_run_goes_on_to_the_same_bits(llama: GraphModule, tmp_path: Path) -> None:
     # Step 7 is two behind a checkpoint; two batches a step have noise of their own.
-    train = LearnedMask("W8A16_2:4", steps=12, batch=2, accumulate=2, evaluate_every=2, checkpoint_every=5)
+    train = LearnedMask(scheme="W8A16_2:4", steps=12, batch=2, accumulate=2, evaluate_every=2, checkpoint_every=5)
     found = whole_and_resumed(lambda ctx: Pipeline([train]).run(clone_graph(llama), ctx), tmp_path, 7, samples=SAMPLES)
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
@@ -213,11 +213,11 @@ def test_the_passes_of_the_shipped_recipe_run(llama: GraphModule) -> None:
 
 def test_bad_input(llama: GraphModule) -> None:
     with pytest.raises(UsageError, match="learned_mask: scheme W8A16_B16x1@50 does not keep N of every M"):
-        LearnedMask("W8A16_B16x1@50")
+        LearnedMask(scheme="W8A16_B16x1@50")
     with pytest.raises(UsageError, match="learned_mask: steps 0"):
-        LearnedMask("W8A16_2:4", steps=0)
+        LearnedMask(scheme="W8A16_2:4", steps=0)
     with pytest.raises(UsageError, match="q_proj: 1:7: rows of 64 weights do not divide into groups of 7"):
-        LearnedMask("W8A16_1:7").requires(llama, Context(samples=SAMPLES))
+        LearnedMask(scheme="W8A16_1:7").requires(llama, Context(samples=SAMPLES))
     pruned = Pipeline([Wanda("W8A16_2:4", pack=False)]).run(clone_graph(llama), Context(samples=SAMPLES))
     with pytest.raises(UsageError, match=r"q_proj has the zeros of W8A16_2:4 already, .* in front of those that prune"):
         QUICK.run(pruned, Context(samples=SAMPLES))

@@ -33,7 +33,7 @@ from compressor.training.adamw import AdamW
 from compressor.training.zeros.gates import Gates
 
 SAMPLES = random_samples(97, 16)
-QUICK = PolarisedGates("W8A16_B1x1@50", steps=12, batch=4, evaluate_every=2, checkpoint_every=5)
+QUICK = PolarisedGates(scheme="W8A16_B1x1@50", steps=12, batch=4, evaluate_every=2, checkpoint_every=5)
 
 
 @pytest.fixture(scope="module")
@@ -229,15 +229,15 @@ def test_the_passes_of_the_shipped_recipe_run(llama: GraphModule) -> None:
 
 def test_bad_input(llama: GraphModule) -> None:
     with pytest.raises(UsageError, match="polarised_gates: scheme W8A16_B16x1@50 leaves no single weights out"):
-        PolarisedGates("W8A16_B16x1@50")
+        PolarisedGates(scheme="W8A16_B16x1@50")
     with pytest.raises(UsageError, match="polarised_gates: polarisation -1 is not from 0 to 1000"):
-        PolarisedGates("W8A16_B1x1@50", polarisation=-1)
+        PolarisedGates(scheme="W8A16_B1x1@50", polarisation=-1)
     with pytest.raises(UsageError, match="polarised_gates: gate_speed 0 is not above 0"):
-        PolarisedGates("W8A16_B1x1@50", gate_speed=0)
+        PolarisedGates(scheme="W8A16_B1x1@50", gate_speed=0)
     with pytest.raises(UsageError, match="polarised_gates: steps 0"):
-        PolarisedGates("W8A16_2:4", steps=0)
+        PolarisedGates(scheme="W8A16_2:4", steps=0)
     with pytest.raises(UsageError, match="q_proj: 1:7: rows of 64 weights do not divide into groups of 7"):
-        PolarisedGates("W8A16_1:7").requires(llama, Context(samples=SAMPLES))
+        PolarisedGates(scheme="W8A16_1:7").requires(llama, Context(samples=SAMPLES))
     pruned = Pipeline([Wanda("W8A16_B1x1@50", pack=False)]).run(clone_graph(llama), Context(samples=SAMPLES))
     with pytest.raises(UsageError, match="q_proj has the zeros of W8A16_B1x1@50 already"):
         QUICK.run(pruned, Context(samples=SAMPLES))

@@ -28,7 +28,7 @@ from compressor.training.zeros.masks import GrowingBlocks
 
 SAMPLES = random_samples(97, 16)
 SCHEME = "W8A16_B16x1@75"
-QUICK = SparseTrain(SCHEME, steps=12, batch=4, evaluate_every=2, checkpoint_every=5)
+QUICK = SparseTrain(scheme=SCHEME, steps=12, batch=4, evaluate_every=2, checkpoint_every=5)
 BY_ADMM = replace(QUICK, method="admm", project_every=3)
 
 
@@ -106,12 +106,12 @@ def test_a_plan_counts_the_copies_of_admm(llama: GraphModule) -> None:
 
 def test_bad_input() -> None:
     with pytest.raises(UsageError, match="sparse_train: scheme W8A16 leaves no blocks out"):
-        SparseTrain("W8A16")
+        SparseTrain(scheme="W8A16")
     with pytest.raises(UsageError, match="sparse_train: steps 0"):
-        SparseTrain(SCHEME, steps=0)
+        SparseTrain(scheme=SCHEME, steps=0)
     with pytest.raises(UsageError, match="sparse_train: method fast is none of cubic, admm"):
-        SparseTrain(SCHEME, method="fast")  # type: ignore[arg-type]
+        SparseTrain(scheme=SCHEME, method="fast")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="sparse_train: penalty 0 is not above 0"):
-        SparseTrain(SCHEME, method="admm", penalty=0.0)
+        SparseTrain(scheme=SCHEME, method="admm", penalty=0.0)
     with pytest.raises(UsageError, match="sparse_train: project_every 0"):
-        SparseTrain(SCHEME, method="admm", project_every=0)
+        SparseTrain(scheme=SCHEME, method="admm", project_every=0)

@@ -56,10 +56,10 @@ TRAININGS: dict[str, list[Pass]] = {
     "distill": [PRUNE, Distill(**QUICK, hidden=0.5)],
     "adapters": [PRUNE, Distill(**QUICK, adapter_rank=4)],
     "blocks": [PRUNE, Distill(**QUICK, by_block=True)],
-    "cubic": [SparseTrain("W8A16_B16x1@50", **QUICK)],
-    "admm": [SparseTrain("W8A16_B16x1@50", **QUICK, method="admm", project_every=2)],
-    "learned_mask": [LearnedMask("W8A16_2:4", **{**QUICK, "learning_rate": 0.3}, refit=False)],
-    "polarised_gates": [PolarisedGates("W8A16_B1x1@50", **QUICK)],
+    "cubic": [SparseTrain(scheme="W8A16_B16x1@50", **QUICK)],
+    "admm": [SparseTrain(scheme="W8A16_B16x1@50", **QUICK, method="admm", project_every=2)],
+    "learned_mask": [LearnedMask(scheme="W8A16_2:4", **{**QUICK, "learning_rate": 0.3}, refit=False)],
+    "polarised_gates": [PolarisedGates(scheme="W8A16_B1x1@50", **QUICK)],
     "relu_sparse": [ReluSparse(**QUICK)],
     "experts": [Finetune(**QUICK)],
 }
@@ -192,7 +192,7 @@ def test_a_gpu_that_is_not_here_is_said_before_work() -> None:
     if torch.cuda.is_available():
         pytest.skip("PyTorch sees a GPU")
     graph = capture(make(*DECODERS["Llama"], True))
-    for step in (Finetune(device="cuda"), Distill(device="cuda"), LearnedMask("W8A16_2:4", device="cuda")):
+    for step in (Finetune(device="cuda"), Distill(device="cuda"), LearnedMask(scheme="W8A16_2:4", device="cuda")):
         with pytest.raises(UsageError, match=rf"{step.name}: device cuda needs a GPU, and .*; or set `device: cpu`"):
             step.requires(graph, Context(samples=SAMPLES))
     with pytest.raises(UsageError, match="finetune: device mps is none of cpu, cuda"):
