@@ -56,11 +56,13 @@ class LinearKernels:
         choices: what the tuner chooses, one after another, for (rows, columns, format or storage type); the last
             choice's schedule has them all.
         common: (schedule, rows of each weight, format) -> the schedule of several weights in one kernel.
+        writes_part: ``make`` takes ``only``, a number of tokens, and then writes the kernel for these alone.
     """
 
     make: Maker
     choices: Callable[..., Sequence[Choice]]
     common: Callable[..., Any] = lambda schedule, _rows, _fmt: schedule
+    writes_part: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +159,7 @@ def cpu_kernels(isa: Isa) -> KernelSet:
             fused_linear,
             packed_choices,
             lambda schedule, rows, fmt: packed_linear.common_schedule(schedule, rows, fmt, isa),
+            writes_part=True,
         ),
         dense_routed=partial(experts.dense_routed_linear, gemv_rows=dense.gemv_space()[0].gemv_rows),
         packed_routed=packed_routed,

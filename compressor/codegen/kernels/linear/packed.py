@@ -181,8 +181,12 @@ def fused_linear(
     *,
     prologue: Prologue | None = None,
     has_residual: bool = False,
+    only: int = 0,
 ) -> tvm.tirx.PrimFunc:
     """Write TIR for packed linears of the same activations, which are prepared once.
+
+    With ``only`` it serves that many tokens, one or more than :data:`~compressor.codegen.isa.INDEPENDENT_ROWS`, and no
+    other number: a tenth of the statements, for the tuner.
 
     Parameters of the result: x float32 [d0, d1, columns], or what the prologue reads in its place, and the vectors
     float32 [columns] that it reads; for each of ``rows`` the parts that the format has
@@ -219,11 +223,20 @@ def fused_linear(
 
     many: Any = by_amx if shape.is_tiled else by_vectors
     if turns:
-        many = prompts.prompt_products(weights, shape, store, few)
+        many = prompts.prompt_products(weights, shape, store, None if only > 1 else few)
+
+    @T.inline
+    def one(at, tokens):
+        prepare(at, T.int64(0))
+        for i in T.parallel(weights.steps(schedule.gemv_tiles)):
+            weight, first = T.meta_var(weights.of_task(i, schedule.gemv_tiles))
+            single(at, tokens, weight, first)
 
     @T.inline
     def several(at, tokens, turned):
-        if not shape.has_few or turns:
+        for m in T.parallel(tokens):
+            prepare(at, m)
+        if not shape.has_few or turns or only > 1:
             many(at, tokens, turned)
         elif tokens <= INDEPENDENT_ROWS:
             few(at, tokens, turned)
@@ -252,14 +265,13 @@ def fused_linear(
         sizes = T.meta_var((prompts.blocks_of(tokens, isa), width, prompts.BLOCK))
         turned = T.meta_var(T.alloc_buffer(sizes, "int8") if turns else None)
         at = T.meta_var(Prepared(read, of_norm, a, operands, halves, sums, factor, weights.shared))
-        if tokens == 1:
-            prepare(at, T.int64(0))
-            for i in T.parallel(weights.steps(schedule.gemv_tiles)):
-                weight, first = T.meta_var(weights.of_task(i, schedule.gemv_tiles))
-                single(at, tokens, weight, first)
+        if only == 1:
+            one(at, tokens)
+        elif only > 1:
+            several(at, tokens, turned)
+        elif tokens == 1:
+            one(at, tokens)
         else:
-            for m in T.parallel(tokens):
-                prepare(at, m)
             several(at, tokens, turned)
 
     return kernel

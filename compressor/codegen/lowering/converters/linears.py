@@ -69,7 +69,7 @@ class LinearConverter:
         has_bias = bias is not None
         name = dense_linear_name(rows, columns, storage, has_bias)
 
-        def build(schedule: Any) -> tvm.tirx.PrimFunc:
+        def build(_tokens: int, schedule: Any) -> tvm.tirx.PrimFunc:
             return self.kernels.dense.make(rows, columns, storage, has_bias, schedule)
 
         def operands(tokens: int) -> list[Any]:
@@ -79,7 +79,7 @@ class LinearConverter:
         def make() -> tuple[tvm.tirx.PrimFunc, dict[str, Any]]:
             choices = self.kernels.dense.choices(rows, columns, storage)
             schedule, details = self._choose(name, choices, build, operands)
-            return build(schedule), {"family": "dense_linear", "schedule": dataclasses.asdict(schedule), **details}
+            return build(1, schedule), {"family": "dense_linear", "schedule": dataclasses.asdict(schedule), **details}
 
         return self.rowwise(importer, name, make, x, [weight, *([bias] if has_bias else [])], rows)
 
@@ -137,8 +137,9 @@ class LinearConverter:
         """Let the tuner choose a schedule for a weight alone; return it, and fields of the kernel's record."""
         name = packed_linear_name(f"{rows}x{columns}", fmt, has_bias)
 
-        def build(schedule: Any) -> tvm.tirx.PrimFunc:
-            return self.kernels.packed.make([rows], columns, fmt, has_bias, schedule)
+        def build(tokens: int, schedule: Any) -> tvm.tirx.PrimFunc:
+            part = {"only": tokens} if self.kernels.packed.writes_part else {}
+            return self.kernels.packed.make([rows], columns, fmt, has_bias, schedule, **part)
 
         def operands(tokens: int) -> list[Any]:
             arrays = [np.ones((1, tokens, columns), "float32")]
@@ -207,14 +208,24 @@ class LinearConverter:
         raise UsageError(f"{node.name}: a depthwise convolution without a kernel: {reason}")
 
     def _choose(
-        self, name: str, choices: Sequence[Choice], build: Any, operands: Callable[[int], list[Any]]
+        self,
+        name: str,
+        choices: Sequence[Choice],
+        build: Callable[[int, Any], tvm.tirx.PrimFunc],
+        operands: Callable[[int], list[Any]],
     ) -> tuple[Any, dict[str, Any]]:
-        """Let the tuner make a kernel's choices; return the schedule, and fields of the kernel's record."""
+        """Let the tuner make a kernel's choices; return the schedule, and fields of the kernel's record.
+
+        Args:
+            build: (tokens, schedule) -> the kernel, as it is timed with so many tokens.
+            operands: tokens -> what it is timed with.
+        """
         schedule: Any = None
         kernels = [f"{name}:{choice.tokens}" for choice in choices]
         for kernel, choice in zip(kernels, choices, strict=True):
             given = partial(operands, choice.tokens)
-            schedule = self.tuner.choose(kernel, choice.space(schedule), build, given, choice.estimate)
+            written = partial(build, choice.tokens)
+            schedule = self.tuner.choose(kernel, choice.space(schedule), written, given, choice.estimate)
         reasons = {kernel.rpartition(":")[2]: reason for kernel, reason in self.tuner.reasons(kernels).items()}
         return schedule, {"schedule_chosen": reasons} if reasons else {}
 
