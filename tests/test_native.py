@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from compressor_runtime import PIECE_BYTES, RequestError, load, sha256
 from compressor_runtime.speculation.acceptance import Acceptance
-from compressor_runtime.speculation.lookup import Lookup
+from compressor_runtime.speculation.kinds.lookup import Lookup
 
 SOURCE = Path(__file__).resolve().parents[1] / "export" / "native"
 POSITIONS = 300

@@ -32,8 +32,9 @@ from compressor.errors import VerificationError
 @click.option("--stop", multiple=True, help="Text that ends the generation.")
 @click.option(
     "--speculate",
-    type=click.Choice(("off", "lookup", "recycle", "auto")),
-    help="Draft tokens, and verify several in a step: the text is the same. As the bundle's recipe says, if left out.",
+    metavar="KIND",
+    help="Draft tokens (lookup, recycle, auto, ...; off does not), and verify several in a step: the text is the same. "
+    "As the bundle's recipe says, if left out.",
 )
 @threads_option
 @json_option
@@ -81,7 +82,7 @@ def serve(bundle: Path, port: int, as_json: bool) -> None:
 @click.option("--repeats", type=click.IntRange(1), default=7, show_default=True)
 @click.option(
     "--speculate",
-    type=click.Choice(("lookup", "recycle", "auto")),
+    metavar="KIND",
     help="Also time verifications by their rows, and passages of --text with drafts and without.",
 )
 @click.option(

@@ -158,13 +158,16 @@ def check_schema(content: Mapping[str, Any]) -> Manifest:
 
 
 _ENTRIES = {"seq2seq": {"main", "encode"}, "module": {"main", "text"}, "decoder": {"main", "verify"}}
+"""Entries by the kind of model; a decoder may have others, which draft."""
 
 
 def _check_entries(manifest: Manifest) -> None:
     """Check that the entries of a library with two are those of its kind, and take parameters that there are."""
     if manifest.entries is None:
         return
-    if set(manifest.entries) != _ENTRIES.get(manifest.kind):
+    wanted, found = _ENTRIES.get(manifest.kind), set(manifest.entries)
+    drafts = found if manifest.kind == "decoder" else set[str]()
+    if wanted is None or not wanted <= found or found - wanted - drafts:
         raise VerificationError(f"entries: {', '.join(manifest.entries)}: not those of a {manifest.kind}")
     for name, used in manifest.entries.items():
         if any(index >= len(manifest.parameters) for index in used) or len(set(used)) != len(used):

@@ -39,8 +39,6 @@ from compressor.recipe.sources import (
 
 __all__ = ["DataSource", "EvaluationSpec", "Gate", "Recipe", "TargetSpec", "TextSpec", "load_recipe", "load_text_spec"]
 
-SPECULATIONS = ("lookup", "recycle", "auto")
-"""Kinds of drafts, those of the run-time (`compressor_runtime.manifest`), which is not imported for them."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 
 
@@ -56,8 +54,8 @@ class Recipe(Section):
         passes: the passes, in order: frozen dataclasses that satisfy :class:`compressor.pipeline.pipeline.Pass`.
         target: the target to generate code for.
         tune: how long to search for fast kernels.
-        speculate: how a decoder's bundle drafts tokens that it verifies several at a time: ``lookup``, ``recycle`` or
-            ``auto``; None makes no entry that verifies.
+        speculate: how a decoder's bundle drafts tokens that it verifies several at a time: a kind of
+            :mod:`compressor_runtime.speculation.kinds.registry`; None makes no entry that verifies.
         gates: conditions that the result must meet.
         output: folder of the bundle, relative to the current folder.
         checkpoint: folder (Hugging Face) or ``.pt2`` file (torch.export) for the model before the first pass that packs
@@ -83,7 +81,11 @@ class Recipe(Section):
     @field_validator("speculate")
     @classmethod
     def _known_drafts(cls, kind: str | None) -> str | None:
-        if kind is not None and kind not in SPECULATIONS:
+        if kind is None:
+            return None
+        from compressor_runtime.speculation.kinds.registry import SPECULATIONS  # the run-time: only where it is asked
+
+        if kind not in SPECULATIONS:
             raise ValueError(f"unknown kind of drafts {kind!r:.80}; {nearest(kind, SPECULATIONS)}")
         return kind
 

@@ -50,7 +50,7 @@ def compare(bundle: Bundle) -> tuple[dict[str, float], float]:
         for number, output in enumerate(outputs):
             table = np.asarray(output, np.float64).reshape(-1, np.shape(output)[-1] if np.ndim(output) else 1)
             errors.update(output_errors(table, stored, number))
-        if bundle.verifies:
+        if "verify" in bundle.entries:
             logits = _verified(bundle, stored).astype(np.float64)
             found = output_errors(logits.reshape(-1, logits.shape[-1]), stored, 0)
             errors.update((f"verify_{name}", error) for name, error in found.items())

@@ -60,7 +60,7 @@ from compressor.passes.skip_layers import SkipLayers
 from compressor.passes.swift_kv import SwiftKv
 from compressor.pipeline.context import Context
 from compressor.recipe.data_spec import DataSource, EvaluationSpec
-from compressor.recipe.recipe import SPECULATIONS, Recipe, load_recipe
+from compressor.recipe.recipe import Recipe, load_recipe
 from compressor.registry import PASSES
 from compressor.run.job import run_recipe
 from compressor.run.outcome import Outcome
@@ -279,7 +279,7 @@ def test_drafts_give_the_text_of_plain_steps(run: Callable[[str], Run]) -> None:
     bundle._drafts = Drafts(bundle.model["vocab_size"], Always())  # drafts hardly pay on so small a model
     for options in (greedy, sampled):
         wanted = "".join(bundle.generate(prompt, max_tokens=60, speculate="off", **options))
-        for kind in SPECULATIONS:
+        for kind in bundle.speculations:
             found = bundle.generate(prompt, max_tokens=60, speculate=kind, **options)
             assert "".join(found) == wanted and found.new_tokens == 60
             assert found.speculation.accepted > 3 and found.speculation.tokens_per_verification > 1.05
@@ -291,7 +291,7 @@ def test_drafts_give_the_text_of_plain_steps(run: Callable[[str], Run]) -> None:
     prompts = [ids[start : start + 20] for start in range(4)]
     session, drafts, counts = bundle.session(4), Drafts(bundle.model["vocab_size"], Always()), Counts("auto")
     texts = [
-        Text(slot, [*own], drafts.start("auto"), checked_sampler(0.7, 0, 0.9, slot), {}, 20 + slot)
+        Text(slot, [*own], drafts.start("auto", session, slot), checked_sampler(0.7, 0, 0.9, slot), {}, 20 + slot)
         for slot, own in enumerate(prompts)
     ]
     for text, logits in zip(texts, session.step(prompts), strict=True):

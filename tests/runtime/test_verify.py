@@ -54,8 +54,8 @@ def compiled(name: str) -> Callable[..., sessions.Session]:
         return found
 
     def open_session(batch: int = 1, verifies: bool = True) -> sessions.Session:
-        verify = partial(call, "verify") if verifies else None
-        return sessions.Session(facts, LIMIT, partial(call, "main"), batch, 4, (), Host(), None, verify)
+        drafted = {"verify": partial(call, "verify")} if verifies else {}
+        return sessions.Session(facts, LIMIT, partial(call, "main"), batch, 4, (), Host(), None, drafted)
 
     return open_session
 
@@ -117,6 +117,36 @@ def test_sequences_of_different_lengths_are_each_as_if_alone(name: str) -> None:
         assert np.array_equal(row[0], stepped(name, [], [*text, token])[-1])
     session.lengths = [2, 2, 2]
     assert session.position == 2 and session.step([[4, 5]] * 3).shape == (3, 1, VOCAB)
+
+
+def test_tokens_are_drafted_behind_the_stored_ones_and_forgotten() -> None:
+    """With the entry that verifies as the draft's: in one call or several, a drafted token has the bits of a step."""
+    session, prompt, ids = compiled("llama")(), random_ids(5), random_ids(1, 4)[0]
+    session.step(prompt[None])
+    expected = stepped("llama", prompt, ids.tolist())
+    assert np.array_equal(session.draft("verify", ids[:2], [0, 1]), expected[:2])
+    assert np.array_equal(session.draft("verify", ids[2:3], [2]), expected[2:3])
+    assert session.lengths == [5] and np.array_equal(session.verify([9, *ids], [-1, -1, 1, 2, 3])[1:], expected)
+    session.draft("verify", [7, 7], [0, 1])
+    with pytest.raises(RequestError, match="nothing was verified"):
+        session.accept({})
+    with pytest.raises(RequestError, match="position=6"):
+        session.position = 6
+    assert np.array_equal(session.step(ids[None], range(4))[0, 3:], expected[3:])
+    other = compiled("llama")(batch=2)
+    logits = other.draft("verify", [3, 4, 5], [0, 0, 1], [1, 0, 1])
+    assert np.array_equal(logits[[0, 2]], stepped("llama", [], [3, 5]))
+    wrong: list[tuple[Any, Any, str]] = [
+        ([1], [-1], "whole number, at least 0"),
+        ([1], [0, 1], "whole number, at least 0"),
+        ([VOCAB], [0], "the model knows 0 to 96"),
+        ([1], [64], "the model ends at 64 positions"),
+    ]
+    for tokens, ahead, message in wrong:
+        with pytest.raises(RequestError, match=message):
+            session.draft("verify", tokens, ahead)
+    with pytest.raises(RequestError, match="the bundle has no entry 'planes', only verify"):
+        session.draft("planes", [1], [0])
 
 
 def test_a_chain_moves_no_rows_and_a_path_is_as_long_as_kernels_follow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,11 @@ _MODULES = (
         "speculation/pace",
         "speculation/counts",
         "speculation/engine",
-        "speculation/lookup",
-        "speculation/recycling",
+        "speculation/chain",
+        "speculation/kinds/kind",
+        "speculation/kinds/lookup",
+        "speculation/kinds/recycling",
+        "speculation/kinds/registry",
         "speculation/drafts",
         "speculation/measure",
         "source/wave_file",
@@ -43,7 +46,15 @@ def with_a_run_time_of_one_file(bundle: Path) -> Path:
     """Change a bundle to what it was before its run-time became a package, with hashes and the total that agree."""
     package, file = bundle / "compressor_runtime", bundle / "compressor_runtime.py"
     found = {path.relative_to(package).with_suffix("").as_posix() for path in package.rglob("*.py")}
-    assert found == {*_MODULES, "__init__", "__main__", "source/__init__", "device/__init__", "speculation/__init__"}
+    assert found == {
+        *_MODULES,
+        "__init__",
+        "__main__",
+        "source/__init__",
+        "device/__init__",
+        "speculation/__init__",
+        "speculation/kinds/__init__",
+    }
     file.write_text(_joined(package), encoding="utf-8")
     shutil.rmtree(package)
     manifest = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))

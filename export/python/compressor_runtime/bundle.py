@@ -24,14 +24,13 @@ from compressor_runtime.errors import BundleError, DamagedBundleError, RequestEr
 from compressor_runtime.generation import Generation, Sampler, TextStream, checked_sampler, next_tokens
 from compressor_runtime.manifest import (
     GENERATING,
-    MEASUREMENTS,
     TOKENIZER,
     checked_model,
     entry_indices,
     field,
     member,
-    read_json,
     read_manifest,
+    read_measurements,
 )
 from compressor_runtime.session import Session
 from compressor_runtime.source.encoding import encode_source, source_of_prompt, tokens_left, without, wrong_source
@@ -39,6 +38,7 @@ from compressor_runtime.source.frames import frame_tokens, labels_frames
 from compressor_runtime.source.pairs import INPUTS, embed_pictures, embed_texts, run_pair, similarity
 from compressor_runtime.speculation.counts import Speculation
 from compressor_runtime.speculation.drafts import Drafts, speculation
+from compressor_runtime.speculation.kinds.registry import served
 from compressor_runtime.tensors import read_parameters
 from compressor_runtime.vm import Vm, load_tvm_runtime, tvm_ffi
 
@@ -87,13 +87,17 @@ class Bundle:
             raise DamagedBundleError(f"{root}: the manifest's `encoder_source` cannot be; copy the bundle again")
         arrays = [device.put(array) for array in read_parameters(root, manifest)]
         used = entry_indices(manifest)
-        self.verifies = "verify" in used  # drafted tokens
+        self.entries = frozenset(used)  # functions of the kernels
         self._parameters = {name: tvm_ffi.convert([arrays[i] for i in indices]) for name, indices in used.items()}
-        self.verifies = "verify" in used  # drafted tokens
         self.vm = Vm(member(root, library), threads, device)
         self._record: Record | None = None
         if isinstance(device, Gpu) and self.kind in GENERATING:
             self._record = Recorder(self.vm, device, self._parameters["main"]).record
+
+    @property
+    def speculations(self) -> tuple[str, ...]:
+        """The kinds of drafts that its kernels serve; none where they verify no drafted tokens."""
+        return served(self.entries)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -118,14 +122,7 @@ class Bundle:
         Raises:
             DamagedBundleError: the file is not readable as JSON.
         """
-        file = self.path / MEASUREMENTS
-        if not file.is_file():
-            return {}
-        try:
-            found = read_json(file.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
-            raise DamagedBundleError(f"{file}: not readable as JSON ({error})") from error
-        return found if isinstance(found, dict) else {}
+        return read_measurements(self.path)
 
     def run(self, *inputs: ArrayLike) -> Any:
         """Run a bundle of a plain module on arrays as at its capture.
@@ -236,8 +233,9 @@ class Bundle:
             memory = encode_source(self.model, encode, source, source_mask, batch, self.device.put)
         elif source is not None or source_mask is not None:
             raise RequestError(f"{self.path}: holds a decoder, which reads no source; give it to step()")
-        verify = partial(self.call, entry="verify") if self.verifies else None
-        return Session(self.model, self.limit, self.call, batch, capacity, memory, self.device, self._record, verify)
+        drafted = self.entries - {"main", "encode"}
+        entries = {name: partial(self.call, entry=name) for name in drafted} if self.speculations else {}
+        return Session(self.model, self.limit, self.call, batch, capacity, memory, self.device, self._record, entries)
 
     def generate(
         self,
@@ -264,7 +262,7 @@ class Bundle:
             top_p: sample among the fewest tokens whose probabilities reach top_p (nucleus sampling, arXiv:1904.09751).
             seed: makes sampling repeatable.
             stop: token ids and strings that end the text; they are not part of it.
-            speculate: "lookup", "recycle" or "auto" drafts tokens, and verifies several in a step where that is faster;
+            speculate: one of :attr:`speculations` drafts tokens, and verifies several in a step where that is faster;
                 the text is the same.  "off" does not; None does as the bundle's recipe says.
         Raises:
             RequestError: an argument out of range, too long a prompt, or drafts that the bundle cannot verify.
@@ -323,7 +321,7 @@ class Bundle:
 
     @cached_property
     def _drafts(self) -> Drafts:
-        return Drafts(self.model["vocab_size"])
+        return Drafts(self.model["vocab_size"], entries=self.entries)
 
     @property
     def _reads_tokens(self) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from compressor_runtime.bundle import load
 from compressor_runtime.errors import BundleError
-from compressor_runtime.manifest import SPECULATIONS
+from compressor_runtime.speculation.kinds.registry import SPECULATIONS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

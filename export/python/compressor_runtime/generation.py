@@ -14,8 +14,18 @@ from compressor_runtime.arguments import real, whole
 from compressor_runtime.errors import BundleError
 
 
+class _Given:
+    """Draw one number that is given."""
+
+    def __init__(self, number: float) -> None:
+        self._number = number
+
+    def random(self) -> float:
+        return self._number
+
+
 def choose(
-    logits: NDArray[np.float32], generator: np.random.Generator, temperature: float, top_k: int, top_p: float
+    logits: NDArray[np.float32], generator: np.random.Generator | _Given, temperature: float, top_k: int, top_p: float
 ) -> int:
     """Return one token id from logits [V]; see :meth:`Bundle.generate` for the arguments.
 
@@ -53,6 +63,10 @@ class Sampler:
     def pick(self, logits: NDArray[np.float32]) -> int:
         """Return a token id from logits [V]."""
         return choose(logits, self._generator, *self._options)
+
+    def guess(self, logits: NDArray[np.float32], number: float) -> int:
+        """Return the token id that :meth:`pick` would from logits [V], if ``number`` were the next random number."""
+        return choose(logits, _Given(number), *self._options)
 
     def ahead(self, count: int) -> NDArray[np.float64]:
         """Return the uniform numbers [count] of the next draws, which stay to be drawn."""

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from compressor_runtime.errors import BrowserBundleError, BundleError, DamagedBundleError
+from compressor_runtime.speculation.kinds.registry import SPECULATIONS
 
 MEASUREMENTS = "measurements.json"
 WEB_FORMAT = "compressor web bundle"
@@ -18,7 +19,6 @@ MANIFEST, LIBRARY, WEIGHTS, TOKENIZER = "manifest.json", "model.so", "weights.sa
 TVM_RUNTIME, TVM_CUDA = "lib/libtvm_runtime.so", "lib/libtvm_runtime_cuda.so"
 LARGEST_HEADER_BYTES = 16 << 20  # of a manifest or a safetensors header: some 100,000 tensors
 GENERATING = ("decoder", "seq2seq")  # kinds of models that predict tokens from caches
-SPECULATIONS = ("lookup", "recycle", "auto")  # kinds of drafts
 DENSE_CACHE = "FP32"  # the format of keys and values that are not packed
 _MOST_LAYERS = 4096  # no model has more
 # Control characters as JSON has them, but the new line and the tab.
@@ -47,6 +47,22 @@ def read_manifest(root: Path) -> dict[str, Any]:
     if is_cuda(manifest) is not (manifest["schema_version"] == CUDA_SCHEMA_VERSION):
         raise DamagedBundleError(f"{MANIFEST}: `device` and `schema_version` do not agree; copy the bundle again")
     return manifest
+
+
+def read_measurements(root: Path) -> dict[str, Any]:
+    """Return what the run that made a bundle measured; empty if it is not there.
+
+    Raises:
+        DamagedBundleError: the file is not readable as JSON.
+    """
+    file = root / MEASUREMENTS
+    if not file.is_file():
+        return {}
+    try:
+        found = read_json(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedBundleError(f"{file}: not readable as JSON ({error})") from error
+    return found if isinstance(found, dict) else {}
 
 
 def is_cuda(manifest: dict[str, Any]) -> bool:
@@ -163,15 +179,16 @@ def entry_indices(manifest: dict[str, Any]) -> dict[str, list[int]]:
     """Return, of each entry function of the kernels, the indices of its parameters; most bundles have ``main`` alone.
 
     Raises:
-        DamagedBundleError: ``main`` is missing, an encoder-decoder's ``encode`` is, what embeds texts is (``text``), a
-            decoder has another second entry than ``verify``, or an index is out of range.
+        DamagedBundleError: ``main`` is missing, an encoder-decoder's ``encode`` is, what embeds texts is (``text``),
+            ``verify`` is among a decoder's, which may have others for drafts, or an index is out of range.
     """
     count = len(items(manifest, "parameters", str))
     second = "encode" if manifest["kind"] == "seq2seq" else "text" if "pair" in manifest["model"] else "verify"
     if second == "verify" and (manifest["kind"] != "decoder" or "entries" not in manifest):
         return {"main": list(range(count))}
     entries = field(manifest, "entries", dict)
-    found = {name: items(entries, name, int) for name in ("main", second)}
+    others = (name for name in entries if name not in ("main", second) and second == "verify")
+    found = {name: items(entries, name, int) for name in ("main", second, *others)}
     if any(not 0 <= index < count for indices in found.values() for index in indices):
         raise DamagedBundleError(f"{MANIFEST}: `entries` names parameters that are not there; copy the bundle again")
     return found

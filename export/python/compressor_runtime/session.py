@@ -33,13 +33,13 @@ class Session:
         memory: Sequence[Any] = (),  # of an encoder-decoder: what its steps read of the source
         device: Host | Gpu | None = None,
         record: Record | None = None,
-        verify: Callable[..., Any] | None = None,  # the entry for drafted tokens, where the bundle has one
+        entries: Mapping[str, Callable[..., Any]] | None = None,  # for drafted tokens, where the bundle has any
     ) -> None:
         self._model, self._limit, self._call, self._memory = model, limit, call, tuple(memory)
         self._device, self._record = device or Host(), record
         self._recorded: RecordedStep | None = None
         self._steps_of_one = 0  # tokens that were a step each; the first is not recorded: there may be no second
-        self._verify, self._batch, self._capacity = verify, whole("batch", batch, 1), 0
+        self._entries, self._batch, self._capacity = dict(entries or {}), whole("batch", batch, 1), 0
         self._drafts: tuple[NDArray[np.int64], ...] | None = None  # parents, sequences and rows that may be accepted
         self._caches: list[Any] = []  # keys of every layer, then values: f32 [B, Hkv, T, D], or u8 of a row's bytes
         self._states: list[Any] = []  # of recurrent layers, f32 [B, ...]; kernels write them
@@ -133,10 +133,10 @@ class Session:
                 f"ids {list(tokens.shape)}, keep {rows.tolist()}: the session's batch is {self._batch}, and keep must "
                 "list indices of these tokens"
             )
-        if self._is_ragged and (count > 1 or self._verify is None):
+        if self._is_ragged and (count > 1 or "verify" not in self._entries):
             raise RequestError(
                 f"ids {list(tokens.shape)}: the sequences have different lengths, {self.lengths}; a step takes one "
-                f"token of each, and verify() several{_NEEDS if self._verify is None else ''}"
+                f"token of each, and verify() several{_NEEDS if 'verify' not in self._entries else ''}"
             )
         self.make_room(count)
         self._drafts = None
@@ -170,25 +170,58 @@ class Session:
         """
         if isinstance(self._device, Gpu):
             raise RequestError("verify: kernels for GPUs verify no drafted tokens; take the target x86")
-        if self._verify is None:
+        if "verify" not in self._entries:
             raise RequestError(f"verify: the bundle has no entry for drafted tokens{_NEEDS}")
         tokens, parents, slots, depth, order = token_trees(ids, parent, slot, self._model["vocab_size"], self._batch)
         rows = np.arange(len(tokens)) if keep is None else indices("keep", keep, len(tokens))
         if depth.max() >= DEEPEST:
             raise RequestError(f"parent: a path of {depth.max() + 1} tokens; give at most {DEEPEST} at once")
         position, row = self._lengths[slots] + depth, self._lengths[slots] + order
+        self._make_room_behind(slots, position, row)
+        logits = self._verified(tokens, position, rows, parents, slots, row)
+        self._drafts = (parents, slots, row)
+        return logits
+
+    def draft(self, entry: str, ids: ArrayLike, ahead: ArrayLike, slot: ArrayLike | None = None) -> NDArray[np.float32]:
+        """Compute what comes after drafted tokens by another entry, and append none of them.
+
+        The tokens of a sequence are drafted one behind another, in one call or in several; what is verified or appended
+        next writes over their keys and values.
+
+        Args:
+            entry: that takes what `verify` does.
+            ids: whole numbers [T].
+            ahead: whole numbers [T]: how many tokens stand between each and those that its sequence has stored.  They
+                were drafted, or are in this call.
+            slot: whole numbers [T]: the sequence of each; None where there is one.
+        Returns:
+            logits float32 [T, V].
+        Raises:
+            RequestError: the bundle has no such entry, the tokens are out of range, or the model has too few positions.
+        """
+        if entry not in self._entries:
+            raise RequestError(f"draft: the bundle has no entry {entry!r}, only {', '.join(self._entries) or 'none'}")
+        tokens = token_ids(np.asarray(ids)[None], self._model["vocab_size"])[0]
+        own, behind = np.full_like(tokens, -1), array("ahead", ahead)
+        slots = np.zeros_like(tokens) if slot is None else indices("slot", slot, self._batch)
+        if not behind.shape == slots.shape == tokens.shape or behind.dtype.kind not in "iu" or behind.min() < 0:
+            raise RequestError(f"ahead {behind.tolist()!r:.100}: give a whole number, at least 0, for each token")
+        places = self._lengths[slots] + behind
+        self._make_room_behind(slots, places, places)
+        return self._verified(tokens, places, np.arange(len(tokens)), own, slots, places, entry=entry)
+
+    def _make_room_behind(self, slots: NDArray[Any], position: NDArray[Any], row: NDArray[Any]) -> None:
+        """Prepare for keys and values behind those stored, at some rows; others there are forgotten."""
         if position.max() >= self._limit:
+            count = int((position - self._lengths[slots]).max()) + 1
             raise RequestError(
-                f"{depth.max() + 1} tokens after {self.lengths} others: the model ends at {self._limit} positions; "
+                f"{count} tokens after {self.lengths} others: the model ends at {self._limit} positions; "
                 "draft fewer tokens"
             )
         if row.max() >= self._capacity:
             self._resize(max(int(row.max()) + 1, 2 * self._capacity))
-        self._drafts = None
-        logits = self._verified(tokens, position, rows, parents, slots, row)
         self._stored[slots] = self._lengths[slots]
-        self._drafts = (parents, slots, row)
-        return logits
+        self._drafts = None
 
     def accept(self, path_by_slot: Mapping[int, Sequence[int]]) -> None:
         """Append drafted tokens of the last :meth:`verify`, and forget the others.
@@ -224,11 +257,12 @@ class Session:
             self._stored[sequence] = self._lengths[sequence]
         self._drafts = None
 
-    def _verified(self, ids: NDArray[Any], position: Any, keep: Any, *places: Any) -> NDArray[np.float32]:
-        """Call the entry for drafted tokens; return logits [R, V]."""
-        assert self._verify is not None
+    def _verified(
+        self, ids: NDArray[Any], position: Any, keep: Any, *places: Any, entry: str = "verify"
+    ) -> NDArray[np.float32]:
+        """Call an entry for drafted tokens; return logits [R, V]."""
         inputs = (self._device.put(np.ascontiguousarray(x)) for x in (ids[None], position, keep, *places))
-        logits: NDArray[np.float32] = self._verify(*inputs, *self._caches)[0]
+        logits: NDArray[np.float32] = self._entries[entry](*inputs, *self._caches)[0]
         return logits
 
     def _logits(self, tokens: NDArray[np.int64], rows: NDArray[Any]) -> NDArray[np.float32]:

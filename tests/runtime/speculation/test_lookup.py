@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from compressor_runtime.generation import Sampler
 from compressor_runtime.speculation.acceptance import Acceptance
-from compressor_runtime.speculation.lookup import BRANCHES, LONGEST, PLACES, SHORTEST, Lookup, lookup_prior
+from compressor_runtime.speculation.kinds.lookup import BRANCHES, LONGEST, PLACES, SHORTEST, Lookup, lookup_prior
 from compressor_runtime.speculation.tree import Room
 from hypothesis import given, settings
 from hypothesis import strategies as st

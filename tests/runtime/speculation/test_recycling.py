@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from compressor_runtime.generation import Sampler
 from compressor_runtime.speculation.acceptance import Acceptance
-from compressor_runtime.speculation.recycling import CANDIDATES, Recycling, Successors, top_candidates
+from compressor_runtime.speculation.kinds.recycling import CANDIDATES, Recycling, Successors, top_candidates
 from compressor_runtime.speculation.tree import Room
 
 CHOOSER = Sampler(np.random.default_rng(0), 0.0, 0, 1.0)

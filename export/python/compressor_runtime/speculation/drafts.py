@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Mapping
+from collections.abc import Collection, Generator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,10 @@ from compressor_runtime.generation import Sampler
 from compressor_runtime.speculation.acceptance import Acceptance
 from compressor_runtime.speculation.counts import Speculation
 from compressor_runtime.speculation.engine import Engine, Target, Text
-from compressor_runtime.speculation.lookup import Lookup, lookup_prior
+from compressor_runtime.speculation.kinds.kind import VERIFY, Shared
+from compressor_runtime.speculation.kinds.registry import SPECULATIONS, members, prior, served
 from compressor_runtime.speculation.pace import Pace
-from compressor_runtime.speculation.recycling import Recycling, Successors, recycling_prior
 from compressor_runtime.speculation.tree import Draft
-
-KINDS = {"lookup": (Lookup.name,), "recycle": (Recycling.name,), "auto": (Lookup.name, Recycling.name)}
-"""The drafts that each kind takes."""
 
 
 def speculation(bundle: Any, asked: Any) -> Speculation | None:
@@ -32,17 +29,23 @@ def speculation(bundle: Any, asked: Any) -> Speculation | None:
         RequestError: the kind is unknown, or the bundle cannot serve it.
     """
     wanted = bundle.model.get("speculate", "off") if asked is None else asked
-    if not isinstance(wanted, str) or wanted not in ("off", *KINDS):
-        raise RequestError(f"speculate={wanted!r:.100}: give {', '.join(map(repr, KINDS))} or 'off'")
+    if not isinstance(wanted, str) or wanted not in ("off", *SPECULATIONS):
+        raise RequestError(f"speculate={wanted!r:.100}: give {', '.join(map(repr, SPECULATIONS))} or 'off'")
     if wanted == "off":
         return None
-    if bundle.verifies:
+    kinds = served(bundle.entries)
+    if wanted in kinds:
         return Speculation(wanted)
     if bundle.kind != "decoder":
         what = "an encoder-decoder" if bundle.kind == "seq2seq" else "a plain module"
         why = f"holds {what}, and only decoders verify drafted tokens; leave it out"
     elif bundle.model.get("states"):
         why = "has recurrent layers, which keep no state of the token where a draft was last right; leave it out"
+    elif kinds:
+        why = (
+            f"has no kernels that draft so, only for {', '.join(map(repr, kinds))}; make it with `speculate: {wanted}` "
+            "in its recipe"
+        )
     else:
         why = (
             f"has no kernels that verify drafted tokens; make it with `speculate: {wanted}` in its recipe (target x86)"
@@ -50,31 +53,29 @@ def speculation(bundle: Any, asked: Any) -> Speculation | None:
     raise RequestError(f"speculate={wanted!r}: {bundle.path} {why}")
 
 
-def _prior(source: Hashable) -> float:
-    entry: Any = source
-    name, number, rank = entry
-    return lookup_prior(number, rank) if name == Lookup.name else recycling_prior(number)
-
-
 class Drafts:
-    """Times, estimates and candidates of a model, which its texts share.
+    """Times, estimates and whatever else drafts keep of a model, which its texts share.
 
     Args:
         vocab_size: tokens of the model.
         pace: decides when drafts pay.
+        entries: of the model's library; ``auto`` takes the kinds that these serve.
     """
 
-    def __init__(self, vocab_size: int, pace: Pace | None = None) -> None:
+    def __init__(self, vocab_size: int, pace: Pace | None = None, entries: Collection[str] = (VERIFY,)) -> None:
         self.pace = pace or Pace()
-        self.acceptance = Acceptance(_prior)
-        self._successors = Successors(vocab_size)
+        self.acceptance = Acceptance(prior)
+        self._shared = Shared(vocab_size, self.pace, self.acceptance)
+        self._entries = entries
 
-    def start(self, kind: str) -> list[Draft]:
-        """Return the drafts of a kind for one text."""
-        return [
-            Lookup(self.acceptance) if name == Lookup.name else Recycling(self._successors, self.acceptance)
-            for name in KINDS[kind]
-        ]
+    def start(self, kind: str, session: Any, slot: int = 0) -> list[Draft]:
+        """Return the drafts of a kind for one text.
+
+        Args:
+            session: that the text is a sequence of; drafts that run a model call its entries.
+            slot: the sequence's number.
+        """
+        return [one.make(self._shared, session, slot) for one in members(kind, self._entries)]
 
     def tokens(
         self,
@@ -100,7 +101,7 @@ class Drafts:
         """
         if not count:
             return "length"
-        text = Text(0, first[0].tolist(), self.start(counts.kind), sampler, ends, count)
+        text = Text(0, first[0].tolist(), self.start(counts.kind, session), sampler, ends, count)
         engine = Engine(session, self.pace, self.acceptance, counts)
         begin = self.pace.clock()
         logits = session.step(first)[0]

@@ -12,6 +12,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -184,7 +185,10 @@ class Engine:
             begin = self._pace.clock()
             draft.extend(text.tokens[text.told.get(draft.name, 0) :])
             text.told[draft.name] = len(text.tokens)
-            found = draft.propose(Room(most, most, self._pace.least_chance(sequences), text.sampler))
+            goes_on = partial(self._pace.goes_on, draft.name, sequences, most)
+            found = draft.propose(
+                Room(most, most, self._pace.least_chance(sequences), text.sampler, goes_on, text.ends)
+            )
             if len(tree):
                 tree.merge(found)
             else:

@@ -54,9 +54,10 @@ def measure_drafts(
         ``drafted_tokens_per_s``; ``speedup`` over plain steps, and ``predicted_speedup``, from these times and from how
         many rows were verified.
     Raises:
-        RequestError: the text is too short, or the bundle has no kernels that verify.
+        RequestError: the text is too short, or the bundle has no kernels for these drafts.
     """
-    speculation(bundle, kind)
+    if speculation(bundle, kind) is None:
+        raise RequestError(f"speculate={kind!r}: nothing to measure; give {', '.join(map(repr, bundle.speculations))}")
     spare = len(ids) - prompt_tokens
     if spare < 0 or new_tokens < 2:
         raise RequestError(f"a text of {len(ids)} tokens, {new_tokens} new ones: give {prompt_tokens} and at least 2")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 
-from compressor_runtime.speculation.cost import best_count
+from compressor_runtime.speculation.cost import best_count, is_worth_drafting
 
 _WINDOW = 9  # last times of each size, of which the median counts
 _STALE_ROUNDS = 256  # a size that was not seen for so long is tried again, if accounts allow
@@ -37,6 +38,8 @@ class Pace:
         self._rounds = 0
         self._elapsed_s = 0.0
         self._accounts: dict[str, float] = {}
+        self._draft_times: dict[str, deque[float]] = {}  # of one token of a draft that runs a model
+        self._tried: dict[str, int] = {}  # draft -> number of the round when it last drafted
 
     def note(self, rows: int, seconds: float, count: int = 1) -> None:
         """Remember the time of a step (a row for each sequence), or of a verification with more rows.
@@ -50,6 +53,39 @@ class Pace:
         self._medians[rows] = median(times)
         self._seen[rows] = self._rounds
         self._elapsed_s += seconds * count
+
+    def note_draft(self, name: str, seconds: float) -> None:
+        """Remember the time of one token of a draft that runs a model."""
+        self._draft_times.setdefault(name, deque(maxlen=_WINDOW)).append(seconds)
+        self._tried[name] = self._rounds
+
+    def draft_s(self, name: str) -> float | None:
+        """Return the time of one token of a draft that runs a model; None before two: the first says little."""
+        times = self._draft_times.get(name, ())
+        return median(times) if len(times) > 1 else None
+
+    def goes_on(self, name: str, sequences: int, most: int, chances: Sequence[float], following: float) -> bool:
+        """Tell whether a draft that runs a model should draft a further token.
+
+        A draft that was not expected to pay is tried again, with one token, after so many rounds as a size of
+        verifications is.
+
+        Args:
+            name: of the draft.
+            sequences: texts that wait for it.
+            most: tokens that it may draft.
+            chances: of those it has drafted, falling.
+            following: probability that the next one is right, given that those before it are.
+        """
+        if not self.knows(sequences):
+            return False
+        draft_s = self.draft_s(name)
+        if draft_s is None or (not chances and self._rounds - self._tried[name] > _STALE_ROUNDS):
+            return not chances
+        known = self._known(sequences)
+        most = min(most, known[-1][0] + max(_FIRST_ROWS, known[-1][0]) - sequences)
+        seconds = partial(on_lines, known)
+        return is_worth_drafting(chances, following, most, sequences, seconds, draft_s, _MARGIN)
 
     def wait(self, seconds: float) -> None:
         """Count the time of a prompt, in which no token came."""
@@ -146,6 +182,10 @@ class Always(Pace):
     def least_chance(self, sequences: int) -> float:
         """Return 2%."""
         return _LEAST_CHANCE
+
+    def goes_on(self, name: str, sequences: int, most: int, chances: Sequence[float], following: float) -> bool:
+        """Return True."""
+        return True
 
     def may_draft(self, name: str, sequences: int) -> bool:
         """Return True."""

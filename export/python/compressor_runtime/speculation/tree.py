@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -96,12 +96,17 @@ class Room:
         sampler: chooses the text's tokens.  A draft that has a distribution may look at the uniform numbers that the
             next choices will be made with (:meth:`~compressor_runtime.generation.Sampler.ahead`) and choose with them:
             it then agrees with the model as often as one random number allows.
+        goes_on: (chances of the tokens drafted so far, chance that a further one is right if they are) -> whether a
+            draft that takes time for each token should draft it.
+        ends: tokens that end the text, behind which no draft is of use.
     """
 
     nodes: int
     depth: int
     least: float
     sampler: Sampler
+    goes_on: Callable[[Sequence[float], float], bool] = lambda _chances, _following: True
+    ends: Container[int] = ()
 
 
 class Draft(Protocol):

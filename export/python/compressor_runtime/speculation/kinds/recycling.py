@@ -7,12 +7,14 @@ The paper's tree has one shape for all; here each tree has the nodes that are li
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from compressor_runtime.speculation.acceptance import Acceptance
+from compressor_runtime.speculation.kinds.kind import Kind, Shared
 from compressor_runtime.speculation.tree import Room, Tree
 
 CANDIDATES = 8
@@ -143,3 +145,18 @@ def top_candidates(logits: NDArray[np.float32], count: int) -> NDArray[np.int32]
     best_values = np.take_along_axis(values, order, axis=1)
     order = np.take_along_axis(order, np.argsort(-best_values, axis=1, kind="stable"), axis=1)
     return np.take_along_axis(ids, order, axis=1).astype(np.int32)
+
+
+def _make_recycling(shared: Shared, _session: Any, _slot: int) -> Recycling:
+    if Recycling.name not in shared.kept:
+        shared.kept[Recycling.name] = Successors(shared.vocab_size)
+    return Recycling(shared.kept[Recycling.name], shared.acceptance)
+
+
+def _of_candidate(source: Hashable) -> float:
+    entry: Any = source
+    return recycling_prior(entry[1])
+
+
+RECYCLE = Kind(Recycling.name, _make_recycling, _of_candidate)
+"""Drafts from successors that the model gave before."""

@@ -7,11 +7,13 @@ Prompt lookup decoding (Saxena 2023, https://github.com/apoorvumang/prompt-looku
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from compressor_runtime.speculation.acceptance import Acceptance
+from compressor_runtime.speculation.kinds.kind import Kind
 from compressor_runtime.speculation.tree import Room, Tree
 
 LONGEST, SHORTEST = 8, 2
@@ -100,3 +102,12 @@ class Lookup:
 def lookup_prior(n: int, rank: int) -> float:
     """Return how often a match of ``n`` tokens is right, before any was seen, if ``rank`` others were preferred."""
     return _PRIOR[n] if rank == 0 else (1 - _PRIOR[n]) / (2 * rank)
+
+
+def _of_match(source: Hashable) -> float:
+    entry: Any = source
+    return lookup_prior(entry[1], entry[2])
+
+
+LOOKUP = Kind(Lookup.name, lambda shared, _session, _slot: Lookup(shared.acceptance), _of_match)
+"""Drafts from the text itself."""
