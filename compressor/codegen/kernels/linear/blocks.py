@@ -175,3 +175,17 @@ def vector_block(shape: Any, store: Any) -> Any:
         store_all(at, tokens, weight, out, first, n_tiles, m0)
 
     return block
+
+
+def by_vectors(shape: Any, block: Any) -> Any:
+    """Make a macro that computes all outputs of many tokens, by vector instructions."""
+    weights, step, tiles = shape.weights, shape.step, shape.schedule.gemm_tiles
+
+    @T.inline
+    def many(at, tokens, _turned):
+        for i in T.parallel(weights.steps(tiles)):
+            weight, first = T.meta_var(weights.of_task(i, tiles))
+            for j in range((tokens + (step - 1)) // step):
+                block(at, tokens, weight, first, tiles, j * step, step)
+
+    return many

@@ -24,13 +24,13 @@ from compressor.codegen.kernels.amx import ROW_BYTES, SIDE
 from compressor.codegen.kernels.linear import bit_planes, blocks, expand, prompts
 from compressor.codegen.kernels.linear import tiles as amx_tiles
 from compressor.codegen.kernels.linear.bit_planes import PlaneProducts
-from compressor.codegen.kernels.linear.blocks import FewRows, vector_block
+from compressor.codegen.kernels.linear.blocks import FewRows, by_vectors, vector_block
 from compressor.codegen.kernels.linear.preparation import Prepared, preparation
 from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.prologue import Prologue, declare_inputs
 from compressor.codegen.kernels.linear.squeeze import ROOM, KeptProducts, list_kept, list_room, one_token
 from compressor.codegen.kernels.linear.tiles import TOKENS, Buffers, TileProducts
-from compressor.codegen.kernels.linear.weights import Weights, by_token
+from compressor.codegen.kernels.linear.weights import Weights, added_floats, by_token
 from compressor.formats.activations import Activations
 from compressor.formats.extras import ColumnBlocks, KeptOfGroup, OutlierFeatures, Outliers, SingleZeros, SkippedInputs
 from compressor.formats.format import Format
@@ -196,34 +196,23 @@ def fused_linear(
     weights = expand.weights_of(rows, columns, fmt, has_bias, has_residual, isa)
     shape = Shape.of(columns, fmt, weights, isa, schedule)
     body, act, has_planes = shape.body, cast(Activations, fmt.activations), not bit_planes.supports(fmt, isa)
-    integer, width, step, round_to = body.integer, shape.width, shape.step, shape.round_to
+    integer, width, round_to = body.integer, shape.width, shape.round_to
     assert prologue is None or not (weights.has_outliers or fmt.outlier_features)  # float columns read x as it came
     split = shape.tiles.split if shape.is_tiled and not integer else None
     prepare = preparation(shape.given, columns, width, has_planes, split, prologue)
     store = store_outputs(shape)
-    block, by_tiles = vector_block(shape, store), tile_block(shape, store)
+    block = vector_block(shape, store)
     turns, single = not (shape.is_tiled or prompts.supports(fmt, isa)), one_token(shape, store, block)
     of_few = FewRows(shape, block)
     few = of_few.loop()
 
-    @T.inline
-    def by_vectors(at, tokens, _turned):
-        for i in T.parallel(weights.steps(schedule.gemm_tiles)):
-            weight, first = T.meta_var(weights.of_task(i, schedule.gemm_tiles))
-            for j in range((tokens + (step - 1)) // step):
-                block(at, tokens, weight, first, schedule.gemm_tiles, j * step, step)
-
-    @T.inline
-    def by_amx(at, tokens, _turned):
-        # A thread goes through the weights with one block of tokens, which stays in its second-level cache.
-        steps = T.meta_var(weights.steps(schedule.gemm_tiles))
-        for task in T.parallel((tokens + (step - 1)) // step * steps):
-            weight, first = T.meta_var(weights.of_task(task % steps, schedule.gemm_tiles))
-            by_tiles(at, tokens, weight, first, task // steps * step)
-
-    many: Any = by_amx if shape.is_tiled else by_vectors
+    many: Any
     if turns:
         many = prompts.prompt_products(weights, shape, store, None if only > 1 else few)
+    elif shape.is_tiled:
+        many = _by_amx(shape, tile_block(shape, store))
+    else:
+        many = by_vectors(shape, block)
 
     @T.inline
     def one(at, tokens):
@@ -281,26 +270,8 @@ def store_outputs(shape: Shape) -> Any:
     """Make a macro that adds what a token's outputs of a tile still lack, and stores them where they belong."""
     body, weights = shape.body, shape.weights
     fmt, by_group = body.fmt, body.act_groups > 1
-    every = T.ramp(0, 1, 16)
-
-    has_floats = fmt.outlier_features > 0 or weights.has_outliers
-
-    @T.inline
-    def add_floats(at, weight, floats, tile, token):
-        floats[every] = T.broadcast(T.float32(0), TILE_ROWS)
-        if fmt.outlier_features > 0:
-            for k in range(fmt.outlier_features):
-                single = T.meta_var(T.broadcast(at.inputs[0][token, weight.parts["float_columns"][k]], TILE_ROWS))
-                value = T.meta_var(T.Cast("float32x16", weight.parts["float_values"][tile, k, every]))
-                floats[every] = floats[every] + value * single
-        if weights.has_outliers:
-            starts = T.meta_var(weight.parts["outlier_starts"])
-            for r in range(TILE_ROWS):
-                begin = T.meta_var(starts[tile * TILE_ROWS + r])
-                for k in range(starts[tile * TILE_ROWS + r + 1] - begin):
-                    column = T.meta_var(T.Cast("int32", weight.parts["outlier_columns"][begin + k]))
-                    value = T.meta_var(T.Cast("float32", weight.parts["outlier_values"][begin + k]))
-                    floats[r] = floats[r] + value * at.inputs[0][token, column]
+    every, has_floats = T.ramp(0, 1, 16), fmt.outlier_features > 0 or weights.has_outliers
+    add_floats = added_floats(fmt, weights.has_outliers)
 
     @T.inline
     def store(at, weight, out, tile, token, t, n):
@@ -321,6 +292,20 @@ def store_outputs(shape: Shape) -> Any:
                     weight.y[token, row] = weight.finish(out[t, n, r], token, row, factor, single)
 
     return store
+
+
+def _by_amx(shape: Shape, by_tiles: Any) -> Any:
+    """Make a macro that computes all outputs of many tokens, by AMX."""
+    weights, step, steps = shape.weights, shape.step, shape.weights.steps(shape.schedule.gemm_tiles)
+
+    @T.inline
+    def by_amx(at, tokens, _turned):
+        # A thread goes through the weights with one block of tokens, which stays in its second-level cache.
+        for task in T.parallel((tokens + (step - 1)) // step * steps):
+            weight, first = T.meta_var(weights.of_task(task % steps, shape.schedule.gemm_tiles))
+            by_tiles(at, tokens, weight, first, task // steps * step)
+
+    return by_amx
 
 
 def tile_block(shape: Shape, store: Any) -> Any:

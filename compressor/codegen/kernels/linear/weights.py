@@ -137,3 +137,27 @@ def by_token(buffer: Any) -> Any:
     """View a buffer [d0, d1, n] as [d0 * d1, n]."""
     d0, d1, n = buffer.shape
     return T.decl_buffer((d0 * d1, n), buffer.dtype, data=buffer.data)
+
+
+def added_floats(fmt: Format, has_outliers: bool) -> Any:
+    """Make a macro that sums up the products of a token and a tile that no codes stand for."""
+    every = T.ramp(0, 1, TILE_ROWS)
+
+    @T.inline
+    def add_floats(at, weight, floats, tile, token):
+        floats[every] = T.broadcast(T.float32(0), TILE_ROWS)
+        if fmt.outlier_features > 0:
+            for k in range(fmt.outlier_features):
+                single = T.meta_var(T.broadcast(at.inputs[0][token, weight.parts["float_columns"][k]], TILE_ROWS))
+                value = T.meta_var(T.Cast("float32x16", weight.parts["float_values"][tile, k, every]))
+                floats[every] = floats[every] + value * single
+        if has_outliers:
+            starts = T.meta_var(weight.parts["outlier_starts"])
+            for r in range(TILE_ROWS):
+                begin = T.meta_var(starts[tile * TILE_ROWS + r])
+                for k in range(starts[tile * TILE_ROWS + r + 1] - begin):
+                    column = T.meta_var(T.Cast("int32", weight.parts["outlier_columns"][begin + k]))
+                    value = T.meta_var(T.Cast("float32", weight.parts["outlier_values"][begin + k]))
+                    floats[r] = floats[r] + value * at.inputs[0][token, column]
+
+    return add_floats
