@@ -180,7 +180,7 @@ def product_of_kept(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | 
 def check_packed_linear(
     fmt: Format, isa: Isa, pick: random.Random, rng: torch.Generator, *, is_small: bool = True
 ) -> None:
-    """Check one to 17 tokens of a random ragged shape, with a bias by chance, against the operator in PyTorch.
+    """Check one to 40 tokens of a random ragged shape, with a bias by chance, against the operator in PyTorch.
 
     Blocks are small by default: generated code repeats a block's body for each of its tiles and tokens, and LLVM takes
     the square of that, so blocks of 2 x 3 test the same code as the tuner's, in a tenth of the time.
@@ -198,7 +198,13 @@ def check_packed_linear(
         counts = [n for n in (1, 2) if tiles % n == 0]
         schedule = packed_linear.Schedule(pick.choice(counts), pick.choice(counts), pick.choice([2, 3]))
     kernel = build(packed_linear.packed_linear(rows, columns, fmt, has_bias, isa, schedule), isa)
-    for batch, tokens in [(1, 1), (1, 2), (3, 3), (1, 17)]:
+    for batch, tokens in [
+        (1, 1),
+        (1, 2),
+        (3, 3),
+        (1, 17),
+        (2, 20),
+    ]:  # the last are more than have blocks of their number
         x = torch.randn(batch, tokens, columns, generator=rng)
         x[0, 0] *= 0.0 if tokens == 2 else 1.0  # a token of zeros has no activation scale
         got = run(kernel, x, *packed.parts.values(), bias, out=(batch, tokens, rows))

@@ -74,13 +74,28 @@ def run_phases(
 ) -> tvm.IRModule:
     """Run phases on an imported program, and :func:`check_storage` before them and after each."""
     check_storage(mod, "import", dense_elements, activations)
+    shown: dict[str, Any] = {}
     for name, phase in steps:
         with error_context(name):
             mod = phase(mod)
         check_storage(mod, name, dense_elements, activations)
         if dump is not None:
-            dump(name, mod.script())
+            dump(name, _listing(mod, shown))
     return mod
+
+
+def _listing(mod: tvm.IRModule, shown: dict[str, Any]) -> str:
+    """Return a program as text, without kernels that stand unchanged in the text of an earlier phase.
+
+    Args:
+        shown: kernels of earlier texts by name, which this one's are added to.
+    """
+    names = {var.name_hint: function for var, function in mod.functions.items()}
+    kernels = {name: function for name, function in names.items() if isinstance(function, tirx.PrimFunc)}
+    same = sorted(name for name, kernel in kernels.items() if name in shown and kernel.same_as(shown[name]))
+    shown.update(kernels)
+    text: str = tvm.IRModule({name: function for name, function in names.items() if name not in same}).script()
+    return text + "".join(f"\n# {name}: as before this phase" for name in same)
 
 
 def check_storage(mod: tvm.IRModule, phase: str, dense_elements: int | None, activations: Collection[int] = ()) -> None:
