@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -20,14 +19,12 @@ from compressor.graph.kinds.draft_heads import CannotHead, add_heads, head_weigh
 from compressor.graph.model import ModelInfo, clone_graph
 from compressor.graph.rewrite import set_parameter
 from compressor.graph.sites import Site, linear_sites
-from compressor.numerics.products.deterministic import total
 from compressor.pipeline.context import Context, SiteRecord
-from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan
-from compressor.training.device import Device, DeviceName
-from compressor.training.heads import agreement, heads_loss
+from compressor.training.device import Device
+from compressor.training.heads import agreement, begin_heads, heads_loss
 from compressor.training.loop import Objective
-from compressor.training.settings import Shape, split
+from compressor.training.settings import split
 from compressor.training.trainable import Outputs, TrainableGraph
 from compressor.training.training_pass import TrainingPass
 from compressor.training.zeros.masks import KeptZeros, Masks
@@ -35,8 +32,8 @@ from compressor.training.zeros.masks import KeptZeros, Masks
 _RANKS = (1, 4)  # of candidates, whose accuracy is reported
 
 
-@dataclass(frozen=True)
-class DraftHeads(TrainingPass, Pass):
+@dataclass(frozen=True, kw_only=True)
+class DraftHeads(TrainingPass):
     """Train heads that draft further tokens from the model's last hidden states; the model itself stays as it is.
 
     The target is the model's own distribution of each token, on the calibration samples.  Heads share the last linear,
@@ -47,36 +44,14 @@ class DraftHeads(TrainingPass, Pass):
     Attributes:
         heads: tokens that are drafted behind the next one.
         width: hidden channels of each head.
-        steps: of the optimiser.
-        batch: samples that run at once.
-        accumulate: batches whose gradients are added up for one step.
-        learning_rate: at its highest.
-        schedule: how it falls to zero: ``cosine`` or ``linear``.
-        warmup: share of the steps in which it rises.
-        weight_decay: of matrices, times the learning rate a step.
-        clip: largest norm of all gradients together.
-        held_out: share of the samples that are not trained on.
-        evaluate_every: steps between two looks at these.
-        patience: looks without a smaller loss after which training ends; 0 goes on to the last step.
-        checkpoint_every: steps between two states in the cache, from which a killed run goes on.
-        device: what trains, ``cpu`` or ``cuda``, an NVIDIA GPU; each gives its own bits, the same in every run.
     """
 
     heads: int = 3
     width: int = 128
-    steps: int = 300
+    steps: int = 250
     batch: int = 4
-    accumulate: int = 1
-    learning_rate: float = 2e-3
-    schedule: Shape = "cosine"
-    warmup: float = 0.05
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    held_out: float = 0.1
+    learning_rate: float = 5e-3
     evaluate_every: int = 50
-    patience: int = 0
-    checkpoint_every: int = 50
-    device: DeviceName = "cpu"
 
     def __post_init__(self) -> None:
         for name, most in (("heads", 15), ("width", 10**6)):
@@ -110,7 +85,7 @@ class DraftHeads(TrainingPass, Pass):
             raise UsageError(
                 f"draft_heads: samples of {ids.shape[1]} tokens teach {self.heads} heads nothing; give longer ones"
             )
-        self._begin(graph, self._add(graph), ids, ctx.seed)
+        begin_heads(graph, self._add(graph), ids, ctx.seed)
         graph = super().run(graph, ctx)
         held_out, _ = split(ids, self.held_out, ctx.seed)
         model = TrainableGraph(graph, (), [_drafts(graph)], Device(self.device))
@@ -153,21 +128,6 @@ class DraftHeads(TrainingPass, Pass):
             return add_heads(graph, self.heads, self.width)
         except CannotHead as error:
             raise UsageError(f"draft_heads: {error}") from error
-
-    def _begin(self, graph: GraphModule, names: Sequence[str], ids: Tensor, seed: int) -> None:
-        """Let the heads say what the model says of the next token, with random directions to learn from, as large for
-        the hidden state as for the table's rows.
-        """
-        types = {name: graph.get_parameter(name).dtype for name in names}
-        for name in names:
-            set_parameter(graph, name, torch.zeros(graph.get_parameter(name).shape, dtype=types[name]))
-        up = next(site for site in self.chosen(graph)[0] if site.name.endswith(".up"))
-        with torch.no_grad():
-            (pair,) = TrainableGraph(graph, (), [up.input])(ids[:1]).hidden
-        weight = torch.randn(up.out_features, up.in_features, generator=torch.Generator().manual_seed(seed))
-        for half, x in zip(weight.chunk(2, 1), pair.float().chunk(2, -1), strict=True):
-            half /= (up.in_features * total(x.square()) / x.numel()).sqrt().clamp_min(1e-6)
-        set_parameter(graph, up.weight_name, weight.to(types[up.weight_name]))
 
 
 def _drafts(graph: GraphModule) -> Node:

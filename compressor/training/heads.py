@@ -1,4 +1,4 @@
-"""Train heads that draft: the distance of their predictions to the model's own, and how often they agree.
+"""Train heads that draft: how they begin, how far from the model's predictions theirs are, how often they agree.
 
 Logits of token t say what comes at t + 1.  Head i, which knows the token at t + 1, says what comes at t + 1 + i: what
 the model says at t + i, where it reads the text as it went on.
@@ -10,9 +10,35 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
+from compressor.graph.rewrite import set_parameter
+from compressor.graph.sites import linear_sites
+from compressor.numerics.products.deterministic import total
 from compressor.training.losses import divergence
 from compressor.training.trainable import TrainableGraph
+
+
+@torch.no_grad()
+def begin_heads(graph: GraphModule, names: Sequence[str], ids: Tensor, seed: int) -> None:
+    """Let new heads say what the model says of the next token, with random directions to learn from.
+
+    These are as large for the hidden state as for the table's rows, so that heads see both.
+
+    Args:
+        names: of the heads' weights, the first one that of the linear which reads both; all are on the meta device.
+        ids: samples, int64 [n, S].
+        seed: of the directions.
+    """
+    types = {name: graph.get_parameter(name).dtype for name in names}
+    for name in names:
+        set_parameter(graph, name, torch.zeros(graph.get_parameter(name).shape, dtype=types[name]))
+    up = next(site for site in linear_sites(graph) if site.weight_name == names[0])
+    (pair,) = TrainableGraph(graph, (), [up.input])(ids[:1]).hidden
+    weight = torch.randn(up.out_features, up.in_features, generator=torch.Generator().manual_seed(seed))
+    for half, x in zip(weight.chunk(2, 1), pair.float().chunk(2, -1), strict=True):
+        half /= (up.in_features * total(x.square()) / x.numel()).sqrt().clamp_min(1e-6)
+    set_parameter(graph, names[0], weight.to(types[names[0]]))
 
 
 def heads_loss(drafts: Tensor, logits: Tensor) -> Tensor:
