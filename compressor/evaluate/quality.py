@@ -22,6 +22,7 @@ from compressor.data.images import Images
 from compressor.errors import UsageError
 from compressor.evaluate.mean import Mean
 from compressor.graph.caches import empty_past
+from compressor.graph.kinds.draft_heads import without_heads
 from compressor.graph.kinds.encoder_decoder import source_inputs
 from compressor.graph.model import ModelInfo
 from compressor.host.tensor_files import Spill
@@ -301,7 +302,7 @@ def image_batch(graph: GraphModule, most: int) -> int:
 
 
 class GraphLogits:
-    """A captured decoder or encoder-decoder, run in PyTorch from an empty cache.
+    """A captured decoder or encoder-decoder, run in PyTorch from an empty cache, without heads that draft.
 
     Args:
         run: an interpreter of the graph; the graph itself if left out.
@@ -309,7 +310,8 @@ class GraphLogits:
     """
 
     def __init__(self, graph: GraphModule, run: Callable[..., Any] | None = None, spill: Spill | None = None) -> None:
-        self.graph, self.run, self.spill = graph, run or graph, spill
+        self.graph = without_heads(graph)
+        self.run, self.spill = run or self.graph, spill
 
     @torch.no_grad()
     def __call__(self, ids: Ids, source: Sequence[Tensor] | None = None) -> Tensor:

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from compressor.errors import CompressorError
 from compressor.formats.cache import cache_bytes_per_token
+from compressor.graph.kinds.draft_heads import without_heads
 from compressor.graph.kinds.encoder_decoder import encoder_nodes
 from compressor.graph.kinds.tables import rows_of_tables
 from compressor.graph.model import PREPROCESSOR, ModelInfo, state_bytes
@@ -97,7 +98,7 @@ def model_facts(graph: GraphModule) -> dict[str, Any]:
         del facts["states"]
     else:
         facts["state_bytes"] = state_bytes(info.states)
-    del facts["speculates"]  # `entries` says it
+    del facts["speculates"], facts["draft_heads"]  # `entries` says it
     if info.encoder_source is None:
         del facts["encoder_source"]
     if info.pair is None:
@@ -120,11 +121,12 @@ def input_facts(graph: GraphModule) -> list[dict[str, Any]]:
 
 
 def weight_bytes_per_token(graph: GraphModule) -> int:
-    """Bytes of parameters that one token reads.
+    """Bytes of parameters that one token reads in a step without drafts.
 
     These are all but those that only an encoder-decoder's encoder reads; of a table that only an embedding uses one
     row, of experts as many as a token has, and of codes whose inputs are skipped what tokens of the samples read.
     """
+    graph = without_heads(graph)
     partly: dict[str, float] = graph.meta.get("read_shares", {})
     total, shares, once = 0, _expert_shares(graph), set(encoder_nodes(graph))
     rows = rows_of_tables(graph, once)

@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_map
 from compressor.evaluate.quality import GraphLogits, graph_hidden
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
+from compressor.graph.caches import empty_past
+from compressor.graph.kinds.draft_heads import giving_hidden, heads_graph, without_heads
 from compressor.graph.model import ModelInfo, SourceInfo
 from compressor.host.tensor_files import release
 from compressor.ops.depthwise import depthwise_product
@@ -68,9 +70,11 @@ def make_vectors(graph: GraphModule) -> dict[str, Tensor]:
         the first step; an encoder's ``ids`` and ``mask`` float32 [2, S]; an encoder-decoder's ``source``, and of text
         ``source_mask``, beside a decoder's; a module's ``input_0``, ...; for each output ``output_0`` float32 [rows,
         columns], ``rows_0`` and ``columns_0``, their indices; of decoders also ``top_0`` int64 [rows], the likeliest
-        token.
+        token; of heads that draft, ``heads_hidden`` float32 [1, T, D] and ``heads_next`` int64 [1, T], which they read,
+        and ``heads_output_0``, ``heads_rows_0`` and ``heads_columns_0``.
     """
     info: ModelInfo = graph.meta["model"]
+    whole, graph = graph, without_heads(graph)
     if info.kind == "module":
         inputs = {f"input_{i}": x.detach() for i, x in enumerate(graph.meta["inputs"][0])}
         with torch.no_grad():
@@ -90,6 +94,9 @@ def make_vectors(graph: GraphModule) -> dict[str, Tensor]:
         stored[f"rows_{number}"], stored[f"columns_{number}"] = rows, columns
         if info.generates:
             stored[f"top_{number}"] = tables[0][rows].argmax(dim=1)
+    if info.draft_heads:
+        found, moved = _heads_run(whole, inputs["ids"][:1])
+        stored, effect = stored | found, max(effect, moved)
     tolerance = min(_LARGEST_TOLERANCE, max(_TOLERANCE, _MARGIN * effect))
     stored["tolerance"] = torch.tensor([float(f"{tolerance:.3g}")], dtype=torch.float64)
     return stored
@@ -117,6 +124,23 @@ def _text_runs(graph: GraphModule, info: ModelInfo) -> tuple[dict[str, Tensor], 
         inputs = {"mask": torch.as_tensor(mask)}
         outputs = torch.as_tensor(graph_hidden(graph, run)(repeated, np.tile(mask, (1 + _TRIALS, 1))))
     return {"ids": torch.as_tensor(ids), **inputs}, list(torch.split(outputs, _BATCH))
+
+
+def _heads_run(graph: GraphModule, ids: Tensor) -> tuple[dict[str, Tensor], float]:
+    """Return what heads read and compute for some tokens, and the most that their output changes by in the trials."""
+    position = torch.arange(ids.shape[1])
+    with torch.no_grad():
+        hidden = _Exact(giving_hidden(graph)).run(ids, position, position, *empty_past(graph.meta["model"], 1))[1]
+        hidden, heads = _rounded(hidden.double()), heads_graph(graph)
+        given = hidden, ids.roll(-1, 1)
+        expected, *moved = [_Exact(heads).run(*given)] + [
+            _Exact(heads, noisy_from=0, seed=trial).run(*given) for trial in range(_TRIALS)
+        ]
+    table = expected.flatten(0, -2)
+    rows, columns = _some(np.arange(len(table)), _ROWS), _some(np.arange(table.shape[1]), _COLUMNS)
+    found = {"heads_hidden": hidden, "heads_next": given[1], "heads_rows_0": rows, "heads_columns_0": columns}
+    found["heads_output_0"] = _rounded(table[rows][:, columns].double())
+    return found, max(_relative_error(other, expected) for other in moved)
 
 
 def _source(info: SourceInfo, vocab_size: int) -> dict[str, Tensor]:

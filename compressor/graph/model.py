@@ -89,6 +89,7 @@ class ModelInfo:
     cache_format: str = DENSE_CACHE  # of keys and values
     states: tuple[tuple[int, ...], ...] = ()  # of recurrent layers, float32, without the batch in front
     speculates: bool = False  # a decoder's library has an entry that verifies drafted tokens
+    draft_heads: int = 0  # that a decoder has for drafts: its last output is theirs
     max_positions: int = 0  # 0: no limit stated
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None

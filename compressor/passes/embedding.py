@@ -121,7 +121,7 @@ def _work(rows: int, columns: int, fmt: Format) -> Work:
 
 
 def _notes(table: Table) -> Sequence[str]:
-    notes = [f"tied: {module_path(linear) or linear.name} reads it too" for linear in table.linears]
+    notes = list(dict.fromkeys(f"tied: {module_path(one) or one.name} reads it too" for one in table.linears))
     if table.others:
         readers = ", ".join(module_path(node) or node.name for node in table.others)
         notes.append(f"the dense table {table.site.weight_name} stays for {readers}")

@@ -55,8 +55,8 @@ def mark_entries(graph: GraphModule, recipe: Recipe) -> None:
     """State in the facts about a captured model whether its library is to verify drafted tokens.
 
     Raises:
-        RecipeError: this model's tokens cannot be verified, or the target has no kernels for that; it names the
-            recipe's line.
+        RecipeError: this model's tokens cannot be verified, the target has no kernels for that, or no pass makes what
+            the drafts need; it names the recipe's line.
     """
     if recipe.speculate is None:
         return
@@ -66,6 +66,8 @@ def mark_entries(graph: GraphModule, recipe: Recipe) -> None:
         )
     if reason := why_no_trees(graph):
         raise recipe.problem(("speculate",), f"{graph.meta['model'].name}: {reason}; leave it out")
+    if recipe.speculate == "heads" and not any(PASSES.name_of(step) == "draft_heads" for step in recipe.passes):
+        raise recipe.problem(("speculate",), "heads: the model has none; add the pass draft_heads, which trains them")
     graph.meta["model"] = dataclasses.replace(graph.meta["model"], speculates=True)
 
 

@@ -22,6 +22,7 @@ if __name__ == "__main__":
 import compressor_runtime
 import numpy as np
 from compressor_runtime import Bundle, BundleError, DamagedBundleError, load, read_safetensors
+from compressor_runtime.speculation.hidden import HEADS
 from numpy.typing import NDArray
 
 VECTORS = "vectors.safetensors"
@@ -39,7 +40,7 @@ def compare(bundle: Bundle) -> tuple[dict[str, float], float]:
         Errors by name, and the largest that rounding explains.  ``output_0``: relative error (root mean square) of the
         stored columns of the first output; ``top_0``, of decoders: by how much another token than the expected one is
         the likeliest, as a fraction of ten times the logits' root mean square; with ``verify_`` in front, those of
-        verified tokens.  NaN where an output is not a number.
+        verified tokens, and with ``heads_``, of heads that draft.  NaN where an output is not a number.
     Raises:
         DamagedBundleError: the stored vectors are missing, or do not suit this model.
     """
@@ -54,6 +55,8 @@ def compare(bundle: Bundle) -> tuple[dict[str, float], float]:
             logits = _verified(bundle, stored).astype(np.float64)
             found = output_errors(logits.reshape(-1, logits.shape[-1]), stored, 0)
             errors.update((f"verify_{name}", error) for name, error in found.items())
+        if HEADS in bundle.entries:
+            errors.update((f"heads_{name}", error) for name, error in _drafted(bundle, stored).items())
     return errors, tolerance
 
 
@@ -103,6 +106,13 @@ def _verified(bundle: Bundle, stored: Mapping[str, NDArray[Any]]) -> NDArray[np.
         return first
     logits = session.verify(tokens, parent, slot, [t for path in paths for t in path[1:]])
     return np.concatenate([first, logits.reshape(len(ids), -1, logits.shape[-1])], axis=1)
+
+
+def _drafted(bundle: Bundle, stored: Mapping[str, NDArray[Any]]) -> dict[str, float]:
+    """Return the errors of what heads compute of stored hidden states and tokens."""
+    own = {name.removeprefix("heads_"): value for name, value in stored.items() if name.startswith("heads_")}
+    logits = bundle.session(1, 0).hidden.heads(own["hidden"][0], own["next"][0]).astype(np.float64)
+    return output_errors(logits.reshape(-1, logits.shape[-1]), own, 0)
 
 
 def _inputs(stored: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:

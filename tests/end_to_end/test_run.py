@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import compressor_selfcheck
 import numpy as np
 import pytest
 import torch
@@ -118,6 +119,8 @@ REMOVE = (ChannelPrune, FfnPrune, HeadPrune, SkipLayers, SwiftKv)
 """Passes that make linears smaller or fewer, and leave them dense."""
 DRAFTS = "speculate_lookup_x86"
 """The recipe whose bundle drafts unless it is told otherwise."""
+HEADS = "draft_heads_x86"
+"""The recipe whose bundle has heads that draft."""
 SAVES = "ffn_prune_w4a16_x86"
 """The recipe that is run with a checkpoint as well."""
 
@@ -302,6 +305,31 @@ def test_drafts_give_the_text_of_plain_steps(run: Callable[[str], Run]) -> None:
             own, max_tokens=20 + text.slot, temperature=0.7, top_p=0.9, seed=text.slot, speculate="off"
         )
         assert text.tokens[20:] == list(alone)
+
+
+def test_heads_give_the_text_of_plain_steps(run: Callable[[str], Run]) -> None:
+    """And a step that keeps a hidden state has the bits of one that does not."""
+    bundle = load(run(HEADS).bundle, threads=1)
+    assert bundle.model["speculate"] == "heads" and bundle.speculations == ("lookup", "recycle", "heads", "auto")
+    assert {"heads_output_0", "verify_top_0"} <= compressor_selfcheck.compare(bundle)[0].keys()
+    session, ids = bundle.session(), bundle.tokenizer.encode(PROMPT).ids
+    session.step([ids])
+    plain = session.step([[5]])
+    assert session.hidden.of() is None  # of the entry `main`; the next step keeps it
+    session.position -= 1
+    kept, state = session.step([[5]]), session.hidden.of()
+    assert state is not None and np.array_equal(kept, plain)
+    session.position -= 1
+    session.verify([4, 5], [-1, -1])
+    session.accept({0: [1]})
+    assert np.array_equal(session.hidden.of(), state)
+    assert session.hidden.heads([state, state], [7, 8]).shape == (2, 3, bundle.model["vocab_size"])
+    bundle._drafts = Drafts(bundle.model["vocab_size"], Always(), bundle.entries)
+    for options in ({"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9, "seed": 3}):
+        wanted = "".join(bundle.generate(PROMPT, max_tokens=50, speculate="off", **options))
+        for kind in ("heads", "auto"):
+            found = bundle.generate(PROMPT, max_tokens=50, speculate=kind, **options)
+            assert "".join(found) == wanted and found.speculation.verifications > 20
 
 
 def test_a_smaller_model_is_saved_for_transformers_too(run: Callable[[str], Run]) -> None:

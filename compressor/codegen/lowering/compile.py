@@ -158,7 +158,7 @@ def lower_graph(
         outcomes += fuse_convolutions(program.graph)
         activations |= fixed_sizes(program)
         outcomes += fuse(program.graph)
-        importer = Importer(entry.caches, mod)
+        importer = Importer(entry.returned, mod)
         mod, named[entry.name] = import_program(program, converter.table(), importer)
         mod = mod if entry.name == "main" else renamed_main(mod, entry.name)
     if dump is not None:

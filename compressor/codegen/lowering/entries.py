@@ -5,6 +5,12 @@ A decoder that verifies drafted tokens has a second one for these (:mod:`compres
     verify: ids, position, keep, parent, slot, row, k_cache, v_cache -> logits, new keys and values
     main: ids, position, keep, k_cache, v_cache -> logits, new keys and values
 
+Where the decoder has heads that draft (:mod:`compressor.graph.kinds.draft_heads`), `verify` also gives what they read,
+and they are a third one; `main` is that of the model without them:
+
+    heads: hidden, next -> logits of each head
+    verify: ids, ... -> logits, hidden, new keys and values
+
 An encoder-decoder is cut into what a source needs once, and each step:
 
     encode: source, source_mask -> keys and values of each layer's cross-attention
@@ -32,6 +38,7 @@ from torch.fx import GraphModule, Node
 
 from compressor.capture.export import example_call, export_program, reexport
 from compressor.errors import VerificationError
+from compressor.graph.kinds.draft_heads import CannotHead, giving_hidden, heads_graph, hidden_and_next, without_heads
 from compressor.graph.kinds.encoder_decoder import SOURCE, SOURCE_MASK, encoder_nodes
 from compressor.graph.kinds.halves import copy_calls, needed_nodes, pair_halves
 from compressor.graph.kinds.token_trees import tree_graph, why_no_trees
@@ -45,12 +52,19 @@ class Entry:
     Attributes:
         name: ``main`` for what every model has.
         program: to be imported.
-        caches: whether new keys and values, all outputs but the first, are written to caches in place.
+        caches: whether new keys and values, the last outputs, are written to caches in place.
+        results: outputs in front of these.
     """
 
     name: str
     program: ExportedProgram
     caches: bool
+    results: int = 1
+
+    @property
+    def returned(self) -> int | None:
+        """Return how many outputs the library's function has; None for all."""
+        return self.results if self.caches else None
 
 
 def entries(graph: GraphModule) -> list[Entry]:
@@ -64,13 +78,29 @@ def entries(graph: GraphModule) -> list[Entry]:
     if info.pair is not None:
         return _of_pair(graph, info)
     if info.kind != "seq2seq":
-        verify = [Entry("verify", _verification(graph, info), True)] if info.speculates else []
-        return [*verify, Entry("main", reexport(graph), info.kind == "decoder")]
+        return [*_of_drafts(graph, info), Entry("main", reexport(without_heads(graph)), info.kind == "decoder")]
     encoder, decoder = split(graph)
     return [
         Entry(name, export_program(half, *_call(half, info), info.name), caches)
         for name, half, caches in (("encode", encoder, False), ("main", decoder, True))
     ]
+
+
+def _of_drafts(graph: GraphModule, info: ModelInfo) -> list[Entry]:
+    """Export what drafts and verifies tokens, if a model's library is to do so."""
+    if not info.speculates:
+        return []
+    if not info.draft_heads:
+        return [Entry("verify", _verification(graph, info), True)]
+    tokens = {1: Dim("tokens", min=1)}
+    try:
+        size = int(hidden_and_next(graph)[0].meta["val"].shape[-1])
+        given = (torch.zeros(1, 5, size), torch.zeros(1, 5, dtype=torch.int64))
+        heads = export_program(heads_graph(graph), given, (tokens, tokens), info.name)
+        verify = _verification(giving_hidden(graph), info)
+    except CannotHead as error:
+        raise VerificationError(f"{info.name}: no entry `heads`: {error}; put draft_heads behind that pass") from error
+    return [Entry("heads", heads, False), Entry("verify", verify, True, results=2)]
 
 
 def _verification(graph: GraphModule, info: ModelInfo) -> ExportedProgram:

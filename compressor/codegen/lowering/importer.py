@@ -73,17 +73,17 @@ class Importer(ExportedProgramImporter):  # type: ignore[misc]
     """TVM's importer without copies of the parameters, and with bfloat16 parameters as their bits.
 
     Args:
-        decoder: new keys and values are outputs.
+        results: outputs that there are beside new keys and values; None where there are none of these.
         beside: functions that are there already; kernels of theirs are used again.
     """
 
     integers = "int64"
     """Type of the whole numbers that the program computes."""
 
-    def __init__(self, decoder: bool, beside: tvm.IRModule | None = None) -> None:
+    def __init__(self, results: int | None, beside: tvm.IRModule | None = None) -> None:
         self._beside = beside
         super().__init__()
-        self.decoder = decoder
+        self.results = results
 
     @property
     def block_builder(self) -> relax.BlockBuilder:
@@ -111,7 +111,7 @@ class Importer(ExportedProgramImporter):  # type: ignore[misc]
     def _flatten_output_args(self, output_args: Any) -> Any:
         # New keys and values are outputs in FX; here the attention kernels write them to the caches in place.
         flat = ExportedProgramImporter._flatten_output_args(output_args)
-        return flat[:1] if self.decoder else flat
+        return flat[: self.results]
 
 
 def import_program(

@@ -165,7 +165,7 @@ def _import(
     for entry in entries(graph):
         activations |= fixed_sizes(entry.program)
         outcomes += prepare(entry.program.graph) or ()
-        mod, named[entry.name] = import_program(entry.program, converter.table(), importer(entry.caches, mod))
+        mod, named[entry.name] = import_program(entry.program, converter.table(), importer(entry.returned, mod))
         mod = mod if entry.name == "main" else renamed_main(mod, entry.name)
     return mod, named, activations, outcomes
 

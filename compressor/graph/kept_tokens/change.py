@@ -53,6 +53,8 @@ def stop_prompts(graph: GraphModule, after: int | float, share: int) -> Change |
         CannotKeep: names what stands in the way; the graph may be half rewritten.
     """
     info: ModelInfo = graph.meta["model"]
+    if info.draft_heads:
+        raise CannotKeep("heads that draft read the hidden states of all tokens; put the pass in front of draft_heads")
     count = len(decoder_layers(graph))
     early = after if isinstance(after, int) else max(1, math.floor(after * count))
     if early > count:

@@ -14,6 +14,7 @@ from compressor_runtime.device.host import Host
 from compressor_runtime.device.recorded import Record, RecordedStep
 from compressor_runtime.errors import RequestError
 from compressor_runtime.manifest import DENSE_CACHE
+from compressor_runtime.speculation.hidden import HEADS, Hidden
 
 DEEPEST = 64
 """Tokens of the longest path through a tree that kernels follow."""
@@ -21,7 +22,11 @@ _NEEDS = "; compress the model with `speculate: auto` in its recipe"
 
 
 class Session:
-    """Keys, values and states of the tokens seen so far; made by :meth:`Bundle.session`."""
+    """Keys, values and states of the tokens seen so far; made by :meth:`Bundle.session`.
+
+    Attributes:
+        hidden: hidden states of the sequences' last tokens, and the heads that draft from them.
+    """
 
     def __init__(
         self,
@@ -41,6 +46,7 @@ class Session:
         self._steps_of_one = 0  # tokens that were a step each; the first is not recorded: there may be no second
         self._entries, self._batch, self._capacity = dict(entries or {}), whole("batch", batch, 1), 0
         self._drafts: tuple[NDArray[np.int64], ...] | None = None  # parents, sequences and rows that may be accepted
+        self.hidden = Hidden(self._entries.get(HEADS) and self._heads, model["vocab_size"])
         self._caches: list[Any] = []  # keys of every layer, then values: f32 [B, Hkv, T, D], or u8 of a row's bytes
         self._states: list[Any] = []  # of recurrent layers, f32 [B, ...]; kernels write them
         room = max(1, min(whole("capacity", capacity, 0), limit))
@@ -107,6 +113,7 @@ class Session:
             self._forget_states()
         self._lengths[:] = wanted
         self._drafts = None
+        self.hidden.forget()
 
     @property
     def _is_ragged(self) -> bool:
@@ -140,10 +147,12 @@ class Session:
             )
         self.make_room(count)
         self._drafts = None
-        if self._is_ragged:
+        self.hidden.forget()
+        if self._is_ragged or (self.hidden.is_wanted and count == 1):
             every, places = np.arange(self._batch), self._lengths.copy()
             logits = self._verified(tokens[:, 0], places, every, np.full_like(every, -1), every, places)[:, None]
             logits = logits[:, rows]
+            self.hidden.keep([(sequence, sequence) for sequence in range(self._batch)])
         else:
             logits = self._logits(tokens, rows)
         self._lengths += count
@@ -180,6 +189,8 @@ class Session:
         self._make_room_behind(slots, position, row)
         logits = self._verified(tokens, position, rows, parents, slots, row)
         self._drafts = (parents, slots, row)
+        if keep is not None:
+            self.hidden.give(None)
         return logits
 
     def draft(self, entry: str, ids: ArrayLike, ahead: ArrayLike, slot: ArrayLike | None = None) -> NDArray[np.float32]:
@@ -255,15 +266,22 @@ class Session:
                 self._device.move_rows(cache, sequence, row[found][moved], places[moved])
             self._lengths[sequence] += len(found)
             self._stored[sequence] = self._lengths[sequence]
+            self.hidden.keep([(sequence, int(last)) for last in found[-1:]])
         self._drafts = None
 
     def _verified(
         self, ids: NDArray[Any], position: Any, keep: Any, *places: Any, entry: str = "verify"
     ) -> NDArray[np.float32]:
-        """Call an entry for drafted tokens; return logits [R, V]."""
+        """Call an entry for drafted tokens; return logits [R, V], and remember the hidden states of `verify`."""
         inputs = (self._device.put(np.ascontiguousarray(x)) for x in (ids[None], position, keep, *places))
-        logits: NDArray[np.float32] = self._entries[entry](*inputs, *self._caches)[0]
-        return logits
+        found = self._entries[entry](*inputs, *self._caches)
+        logits, *more = found if isinstance(found, list) else [found]
+        self.hidden.give(more[0][0] if more else None)
+        result: NDArray[np.float32] = logits[0]
+        return result
+
+    def _heads(self, *inputs: NDArray[Any]) -> Any:
+        return self._entries[HEADS](*map(self._device.put, inputs))
 
     def _logits(self, tokens: NDArray[np.int64], rows: NDArray[Any]) -> NDArray[np.float32]:
         kept = (*self._caches, *self._states, *self._memory)

@@ -87,7 +87,7 @@ def scheduled() -> tvm.IRModule:
     args = (torch.zeros(1, 5, WIDTH), torch.zeros(1, 5, WIDTH))
     program = reexport(capture(Chain(), args, dynamic_shapes=({1: rows}, {1: rows})))
     mod, _ = lower.import_program(
-        program, Converter(cpu_kernels(isa), Tuner("off", 1, None, "")).table(), lower.Importer(False)
+        program, Converter(cpu_kernels(isa), Tuner("off", 1, None, "")).table(), lower.Importer(None)
     )
     with X86().tvm_target(isa):
         for name, phase in phases():

@@ -6,7 +6,6 @@ The paper's tree has one shape for all; here each tree has the nodes that are li
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -14,13 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compressor_runtime.speculation.acceptance import Acceptance
+from compressor_runtime.speculation.candidates import best_first, top_candidates
 from compressor_runtime.speculation.kinds.kind import Kind, Shared
 from compressor_runtime.speculation.tree import Room, Tree
 
 CANDIDATES = 8
 _MOST_BYTES = 2_000_000
-_BLOCK = 64  # logits of which one maximum is taken first
-_WATCHED = 3  # first tokens that are drafted however unlikely: what becomes of them is how estimates rise again
 _RANK_PRIOR = (0.4, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.02)
 
 
@@ -86,65 +84,12 @@ class Recycling:
 
     def propose(self, room: Room) -> Tree:
         """Return the tree of the likeliest nodes, by the ranks of their candidates."""
-        tree, ranks = Tree(), {first: self._ranks(first) for first in (True, False)}
-        queue: list[tuple[float, int, int, int]] = []  # -chance, parent, depth, place among the parent's candidates
-        candidates = {-1: self._successors.of(self._last)}  # of each node
-
-        def push(parent: int, depth: int, place: int) -> None:
-            """Enter a node's next candidate; the others wait until it was taken, since they are less likely."""
-            while place < len(ranks[depth == 1]):
-                chance, rank = ranks[depth == 1][place]
-                if rank < len(candidates[parent]):
-                    chance *= tree.chance(parent)
-                    if chance >= room.least or (parent < 0 and place < _WATCHED):
-                        heapq.heappush(queue, (-chance, parent, depth, place))
-                    return
-                place += 1
-
-        push(-1, 1, 0)
-        while queue and len(tree) < room.nodes:
-            chance, parent, depth, place = heapq.heappop(queue)
-            rank = ranks[depth == 1][place][1]
-            token = candidates[parent][rank]
-            node = tree.add(parent, token, -chance, (self.name, rank, depth == 1))
-            push(parent, depth, place + 1)
-            if depth < room.depth:
-                candidates[node] = self._successors.of(token)
-                push(node, depth + 1, 0)
-        return tree
-
-    def _ranks(self, first: bool) -> list[tuple[float, int]]:
-        """Return probability and rank of candidates, the likeliest first."""
-        found = [(self._acceptance.chance((self.name, rank, first)), rank) for rank in range(CANDIDATES)]
-        return sorted(found, reverse=True)
+        return best_first(room, self._acceptance, _sources, lambda token, _: self._successors.of(token), self._last)
 
 
 def recycling_prior(rank: int) -> float:
     """Return how often a candidate of a rank is right, before any was seen."""
     return _RANK_PRIOR[rank]
-
-
-def top_candidates(logits: NDArray[np.float32], count: int) -> NDArray[np.int32]:
-    """Return the tokens [T, count] with the largest logits [T, V], the largest first.
-
-    The largest ``count`` lie in the ``count`` blocks with the largest maxima, and maxima of blocks take one fast pass,
-    where a partition of all takes ten times as long.
-    """
-    rows, size = logits.shape
-    blocks = size // _BLOCK
-    if blocks <= count:
-        ids = np.broadcast_to(np.arange(size), (rows, size))
-    else:
-        whole = logits[:, : blocks * _BLOCK].reshape(rows, blocks, _BLOCK).max(axis=2)
-        best = np.argpartition(whole, blocks - count, axis=1)[:, blocks - count :]
-        inside = (best[:, :, None] * _BLOCK + np.arange(_BLOCK)).reshape(rows, -1)
-        rest = np.broadcast_to(np.arange(blocks * _BLOCK, size), (rows, size - blocks * _BLOCK))
-        ids = np.concatenate([inside, rest], axis=1)
-    values = np.take_along_axis(logits, ids, axis=1)
-    order = np.argpartition(values, values.shape[1] - count, axis=1)[:, values.shape[1] - count :]
-    best_values = np.take_along_axis(values, order, axis=1)
-    order = np.take_along_axis(order, np.argsort(-best_values, axis=1, kind="stable"), axis=1)
-    return np.take_along_axis(ids, order, axis=1).astype(np.int32)
 
 
 def _make_recycling(shared: Shared, _session: Any, _slot: int) -> Recycling:
@@ -156,6 +101,14 @@ def _make_recycling(shared: Shared, _session: Any, _slot: int) -> Recycling:
 def _of_candidate(source: Hashable) -> float:
     entry: Any = source
     return recycling_prior(entry[1])
+
+
+_SOURCES = {first: [(Recycling.name, rank, first) for rank in range(CANDIDATES)] for first in (True, False)}
+
+
+def _sources(depth: int) -> Sequence[Hashable]:
+    """Return what guesses rest on: their rank, and whether they are the first of a draft."""
+    return _SOURCES[depth == 1]
 
 
 RECYCLE = Kind(Recycling.name, _make_recycling, _of_candidate)

@@ -1,0 +1,88 @@
+"""Draft with the model's own heads: what they say of the last hidden state and of the token chosen behind it.
+
+Medusa (arXiv:2401.10774) takes a tree of the heads' likeliest tokens, of one shape; here the tree has the nodes that
+are likeliest by what was accepted so far.  Head i gives the candidates of depth i, the same behind every node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compressor_runtime.speculation.acceptance import Acceptance
+from compressor_runtime.speculation.candidates import best_first, top_candidates
+from compressor_runtime.speculation.hidden import HEADS, Hidden
+from compressor_runtime.speculation.kinds.kind import VERIFY, Kind, Shared
+from compressor_runtime.speculation.pace import Pace
+from compressor_runtime.speculation.tree import Room, Tree
+
+CANDIDATES = 8
+_RANK_PRIOR = (0.4, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.02)
+
+
+class Heads:
+    """Draft one text with heads.
+
+    Behind a prompt, and behind plain steps, no hidden state is kept; the next step then keeps it.
+
+    Args:
+        hidden: of the session.
+        slot: the text's sequence.
+        pace: times, which say whether asking the heads pays.
+        acceptance: estimates by head and rank.
+    """
+
+    name = HEADS
+    reads_logits = False
+
+    def __init__(self, hidden: Hidden, slot: int, pace: Pace, acceptance: Acceptance) -> None:
+        self._hidden, self._slot, self._pace, self._acceptance = hidden, slot, pace, acceptance
+        self._last = -1
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
+        self._last = int(tokens[-1]) if len(tokens) else self._last
+
+    def observe(self, tokens: NDArray[np.int64], logits: NDArray[np.float32]) -> None:
+        """Do nothing: hidden states are the session's."""
+
+    def propose(self, room: Room) -> Tree:
+        """Return the tree of the likeliest nodes, by head and rank."""
+        if not room.goes_on([], self._acceptance.chance(_sources(1)[0])):
+            return Tree()
+        state = self._hidden.of(self._slot)
+        if state is None:
+            return Tree()
+        begin = self._pace.clock()
+        logits = self._hidden.heads(state[None], [self._last])[0]  # [heads, V]
+        found = top_candidates(logits, min(CANDIDATES, logits.shape[1])).tolist()
+        self._pace.note_draft(self.name, (self._pace.clock() - begin) / len(found))
+
+        def candidates(_token: int, depth: int) -> list[int]:
+            return found[depth - 1] if depth <= len(found) else []
+
+        return best_first(room, self._acceptance, _sources, candidates, self._last)
+
+
+@cache
+def _sources(depth: int) -> Sequence[Hashable]:
+    """Return what guesses rest on: head and rank."""
+    return [(HEADS, depth, rank) for rank in range(CANDIDATES)]
+
+
+def _make(shared: Shared, session: Any, slot: int) -> Heads:
+    return Heads(session.hidden, slot, shared.pace, shared.acceptance)
+
+
+def heads_prior(source: Hashable) -> float:
+    """Return how often a candidate of a rank is right, before any was seen."""
+    entry: Any = source
+    return _RANK_PRIOR[entry[2]]
+
+
+HEADS_KIND = Kind(HEADS, _make, heads_prior, needs=(VERIFY, HEADS))
+"""Drafts from heads that the pass `draft_heads` has trained."""
