@@ -14,7 +14,7 @@ from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.training.device import Device
 from compressor.training.loop import Objective
-from compressor.training.losses import next_token_loss
+from compressor.training.objectives.losses import next_token_loss
 from compressor.training.settings import AdapterOptions, WeightOptions
 from compressor.training.trainable import Outputs, TrainableGraph
 from compressor.training.training_pass import TrainingPass

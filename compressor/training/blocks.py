@@ -18,7 +18,7 @@ from compressor.graph.segments import Segment, segments
 from compressor.pipeline.context import Context
 from compressor.training.device import Device
 from compressor.training.loop import Objective
-from compressor.training.losses import hidden_error
+from compressor.training.objectives.losses import hidden_error
 from compressor.training.teacher import output_error
 from compressor.training.trainable import Outputs, Reader, TrainableGraph
 

@@ -19,7 +19,7 @@ from compressor.graph.model import ModelInfo
 from compressor.graph.sites import Site
 from compressor.pipeline.context import Context
 from compressor.pipeline.structured.widths import Widths, score_channels, squares_of
-from compressor.training.losses import next_token_loss
+from compressor.training.objectives.losses import next_token_loss
 from compressor.training.trainable import TrainableGraph
 
 ChannelImportance: TypeAlias = Literal["activation", "magnitude", "taylor"]

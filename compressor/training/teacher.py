@@ -18,7 +18,7 @@ from compressor.graph.sites import Site
 from compressor.pipeline.context import Context
 from compressor.training.device import Device
 from compressor.training.loop import Objective
-from compressor.training.losses import divergence, hidden_error
+from compressor.training.objectives.losses import divergence, hidden_error
 from compressor.training.trainable import Outputs, TrainableGraph
 from compressor.training.training_pass import TrainingPass
 

@@ -27,7 +27,7 @@ from compressor.progress import Silent
 from compressor.training.blocks import last_node, names_by_block
 from compressor.training.checkpoints import Checkpoints
 from compressor.training.loop import Training
-from compressor.training.losses import hidden_error
+from compressor.training.objectives.losses import hidden_error
 from compressor.training.settings import Settings
 from compressor.training.trainable import Outputs, TrainableGraph
 from compressor.training.zeros.masks import KeptZeros

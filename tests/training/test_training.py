@@ -27,7 +27,7 @@ from compressor.pipeline.segment_cache import SegmentCache
 from compressor.training.adamw import AdamW, clip
 from compressor.training.checkpoints import Checkpoints
 from compressor.training.loop import Training
-from compressor.training.losses import divergence, hidden_error, next_token_loss
+from compressor.training.objectives.losses import divergence, hidden_error, next_token_loss
 from compressor.training.settings import Settings
 from compressor.training.trainable import TrainableGraph
 from compressor.training.zeros.masks import KeptZeros

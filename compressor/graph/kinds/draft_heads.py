@@ -224,7 +224,7 @@ class _Builder:
 def _lookup(graph: GraphModule) -> Node:
     """Return the embedding of the tokens."""
     ids = graph.graph.find_nodes(op="placeholder")[0]
-    found = [user for user in ids.users if user.target is _EMBEDDING and user.args[1] is ids]
+    found: list[Node] = [user for user in ids.users if user.target is _EMBEDDING and user.args[1] is ids]
     if len(found) != 1:
         raise CannotHead(f"{len(found)} dense tables are read by its tokens; put the pass in front of those that pack")
     return found[0]

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from compressor.graph.rewrite import set_parameter
 from compressor.graph.sites import linear_sites
 from compressor.numerics.products.deterministic import total
-from compressor.training.losses import divergence
+from compressor.training.objectives.losses import divergence
 from compressor.training.trainable import TrainableGraph
 
 
