@@ -95,8 +95,8 @@ def make_vectors(graph: GraphModule) -> dict[str, Tensor]:
         if info.generates:
             stored[f"top_{number}"] = tables[0][rows].argmax(dim=1)
     if info.draft_heads:
-        found, moved = _heads_run(whole, inputs["ids"][:1])
-        stored, effect = stored | found, max(effect, moved)
+        of_heads, change = _heads_run(whole, inputs["ids"][:1])
+        stored, effect = stored | of_heads, max(effect, change)
     tolerance = min(_LARGEST_TOLERANCE, max(_TOLERANCE, _MARGIN * effect))
     stored["tolerance"] = torch.tensor([float(f"{tolerance:.3g}")], dtype=torch.float64)
     return stored

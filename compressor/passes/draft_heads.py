@@ -22,7 +22,7 @@ from compressor.graph.sites import Site, linear_sites
 from compressor.pipeline.context import Context, SiteRecord
 from compressor.pipeline.site_plan import SitePlan
 from compressor.training.device import Device
-from compressor.training.heads import agreement, begin_heads, heads_loss
+from compressor.training.drafts.heads import agreement, begin_heads, heads_loss
 from compressor.training.loop import Objective
 from compressor.training.settings import split
 from compressor.training.trainable import Outputs, TrainableGraph

@@ -24,7 +24,7 @@ from compressor.pipeline.observers import VerifyStages
 from compressor.pipeline.pipeline import Pass, Pipeline
 from compressor.plan.passes import mark_entries
 from compressor.recipe.recipe import Recipe
-from compressor.training.heads import agreement, heads_loss
+from compressor.training.drafts.heads import agreement, heads_loss
 from compressor.training.settings import split
 from compressor.training.trainable import TrainableGraph
 

@@ -209,9 +209,9 @@ class _Builder:
         while node is not last:
             node = cast(Node, node.args[0])
             chain.append(node)
-        for node in reversed(chain):
-            x = self.call(node.target, x, *node.args[1:], **node.kwargs)
-            x.meta = {**node.meta, "val": x.meta["val"]}
+        for old in reversed(chain):
+            x = self.call(old.target, x, *old.args[1:], **old.kwargs)
+            x.meta = {**old.meta, "val": x.meta["val"]}
         return x
 
     def _value(self, node: Node) -> Any:
@@ -224,7 +224,7 @@ class _Builder:
 def _lookup(graph: GraphModule) -> Node:
     """Return the embedding of the tokens."""
     ids = graph.graph.find_nodes(op="placeholder")[0]
-    found = [user for user in ids.users if user.target is _EMBEDDING and user.args[1] is ids]
+    found: list[Node] = [user for user in ids.users if user.target is _EMBEDDING and user.args[1] is ids]
     if len(found) != 1:
         raise CannotHead(f"{len(found)} dense tables are read by its tokens; put the pass in front of those that pack")
     return found[0]
