@@ -107,6 +107,9 @@ def check_linear(
 CASES: list[tuple[str, list[int], Prologue | None, bool, bool, list[Isa]]] = [
     # format, rows of each weight, prologue, residual, bias, and where its code differs from that of the others
     ("W8A8", [64], NORM, True, True, [AVX2, VNNI]),
+    ("W8A8_P4", [48, 32], CENTRED, False, True, [VNNI]),
+    ("W4A8_C_OF8", [48, 32], NORM, False, False, [VNNI]),
+    ("W4A16_G32_OF8", [40], None, True, True, [VNNI]),
     ("W4A8_ASYM_G32", [48, 32], CENTRED, False, True, [AVX2, VNNI]),
     ("W4A16_G32", [40], GATED, True, False, [AVX2, VNNI]),
     ("W8A16_ASYM", [32], None, False, True, [VNNI]),

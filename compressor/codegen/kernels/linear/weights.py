@@ -7,7 +7,7 @@ loop belongs to one of them and finds its addresses in a table, so that there is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -126,6 +126,28 @@ class Weights:
         held = T.alloc_buffer((1,), "int64")
         T.buffer_store(held, chosen, [0])
         return T.bind(held[0])
+
+
+@dataclass(frozen=True)
+class _Planes:
+    """The codes of a weight in two planes, read as if the words of both followed one another in each chunk."""
+
+    lower: Any
+    upper: Any
+
+    def __getitem__(self, place: tuple[Any, ...]) -> Any:
+        tile, chunk, word, row = place
+        return (self.upper if word else self.lower)[tile, chunk, 0, row]
+
+
+class PlaneWeights(Weights):
+    """Weights whose codes lie in two planes."""
+
+    def of_task(self, i: Any, n_tiles: int) -> tuple[Weight, Any]:
+        """Return the weight that task ``i`` belongs to, its planes as one, and the first of the task's tiles in it."""
+        weight, first = super().of_task(i, n_tiles)
+        codes = _Planes(weight.parts["lower"], weight.parts["codes"])
+        return replace(weight, parts={**weight.parts, "codes": codes}), first
 
 
 def parameter(shape: Sequence[Any], dtype: str) -> Any:
