@@ -159,7 +159,7 @@ def test_rows_of_dense_linears_and_norms(isa: Isa) -> None:
     check_rows(kernel, [x], [normal(COLUMNS, seed=4), normal(COLUMNS, seed=5)], [COLUMNS])
 
 
-@pytest.mark.parametrize(("name", "isa"), [("W4A8_G32", AVX2), ("W4A16_G32", VNNI)])
+@pytest.mark.parametrize(("name", "isa"), [("W4A8_G32", AVX2), ("W8A8_P4", AVX2), ("W4A16_G32", VNNI)])
 def test_rows_of_routed_linears(name: str, isa: Isa) -> None:
     rng, fmt, routing = torch.Generator().manual_seed(3), Format.parse(name), Routing(4, 2, False)
     each = [random_packed(fmt, 32, COLUMNS, rng) for _ in range(4)]

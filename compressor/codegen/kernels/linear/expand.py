@@ -22,11 +22,10 @@ from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.linear.products import Products
-from compressor.codegen.kernels.linear.weights import PlaneWeights, Weight, Weights
+from compressor.codegen.kernels.linear.weights import Weight, Weights
 from compressor.codegen.kernels.vector import splat
 from compressor.formats.extras import SingleZeros
 from compressor.formats.format import Format
-from compressor.formats.layouts.planes import TwoPlanes
 from compressor.formats.parts import STEP, TILE_ROWS
 
 _WORDS = STEP // 4
@@ -84,8 +83,7 @@ class ExpandingWeights(Weights):
 def weights_of(rows: Sequence[int], columns: int, fmt: Format, has_bias: bool, has_residual: bool, isa: Isa) -> Weights:
     """Return the weights of a kernel, whose tasks expand their tiles where single weights are left out."""
     if fmt.extra(SingleZeros) is None:
-        kind = Weights if fmt.extra(TwoPlanes) is None else PlaneWeights
-        return kind(rows, columns, fmt, has_bias, has_residual)
+        return Weights(rows, columns, fmt, has_bias, has_residual)
     return ExpandingWeights(rows, columns, fmt, has_bias, has_residual, isa)
 
 

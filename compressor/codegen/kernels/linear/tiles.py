@@ -69,7 +69,7 @@ class Buffers:
     @property
     def codes(self) -> Any:
         """The weight's."""
-        return self.weight.parts["codes"]
+        return self.weight.codes
 
     @property
     def zeros(self) -> Any:

@@ -7,7 +7,7 @@ loop belongs to one of them and finds its addresses in a table, so that there is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -30,6 +30,12 @@ class Weight:
     residual: Any  # float32 [tokens, rows], added to the outputs
     y: Any  # float32 [tokens, rows]
 
+    @property
+    def codes(self) -> Any:
+        """Words of codes [tiles, chunks, words, 16]; those of two planes as if they lay together."""
+        codes, lower = self.parts["codes"], self.parts.get("lower")
+        return codes if lower is None else _Planes((lower, codes))
+
     def finish(self, value: Any, token: Any, at: Any, factor: Any = None, floats: Any = None) -> Any:
         """Multiply the outputs of rows ``at`` by a factor, and add what the weight's floats give, bias and residual.
 
@@ -43,6 +49,17 @@ class Weight:
         if self.bias is not None:
             value = value + self.bias[at]
         return value if self.residual is None else value + self.residual[token, at]
+
+
+@dataclass(frozen=True)
+class _Planes:
+    """Planes of one word a chunk, lowest bits first."""
+
+    each: Sequence[Any]
+
+    def __getitem__(self, place: tuple[Any, ...]) -> Any:
+        tile, chunk, word, row = place
+        return self.each[word][tile, chunk, 0, row]
 
 
 class Weights:
@@ -126,28 +143,6 @@ class Weights:
         held = T.alloc_buffer((1,), "int64")
         T.buffer_store(held, chosen, [0])
         return T.bind(held[0])
-
-
-@dataclass(frozen=True)
-class _Planes:
-    """The codes of a weight in two planes, read as if the words of both followed one another in each chunk."""
-
-    lower: Any
-    upper: Any
-
-    def __getitem__(self, place: tuple[Any, ...]) -> Any:
-        tile, chunk, word, row = place
-        return (self.upper if word else self.lower)[tile, chunk, 0, row]
-
-
-class PlaneWeights(Weights):
-    """Weights whose codes lie in two planes."""
-
-    def of_task(self, i: Any, n_tiles: int) -> tuple[Weight, Any]:
-        """Return the weight that task ``i`` belongs to, its planes as one, and the first of the task's tiles in it."""
-        weight, first = super().of_task(i, n_tiles)
-        codes = _Planes(weight.parts["lower"], weight.parts["codes"])
-        return replace(weight, parts={**weight.parts, "codes": codes}), first
 
 
 def parameter(shape: Sequence[Any], dtype: str) -> Any:
