@@ -130,7 +130,9 @@ def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
     tiles = max(1, PIECE_ELEMENTS // (TILE_ROWS * max(1, columns)))
     block = fmt.block_tiles or 1
     tiles = -(-tiles // block) * block  # no block of scales is cut
-    tiled = {name: (part, 1 if name in ("codes", "lower") else block) for name, part in packed.parts.items() if name in TILED}
+    tiled = {
+        name: (part, 1 if name in ("codes", "lower") else block) for name, part in packed.parts.items() if name in TILED
+    }
     for first in range(0, len(packed.parts["codes"]), tiles):
         begin, end = first * TILE_ROWS, min(rows, (first + tiles) * TILE_ROWS)
         piece = {name: part[first // span : (first + tiles) // span] for name, (part, span) in tiled.items()}

@@ -53,7 +53,9 @@ def choose_format(scheme: str, group_size: int = 0) -> Format:
             f"alps, of convolutions by group_sparse; use one of them, or {fmt.of_kept.name}"
         )
     if fmt.extra(UpperPlane) is not None:
-        raise UsageError(f"scheme {scheme}: no weight is stored so: it is the upper plane of one in W8, _P4; store that")
+        raise UsageError(
+            f"scheme {scheme}: no weight is stored so: it is the upper plane of one in W8, _P4; store that"
+        )
     return fmt.with_group_size(group_size) if group_size else fmt
 
 
