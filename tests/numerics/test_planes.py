@@ -36,7 +36,7 @@ def sequential(weight: Tensor, hessian: Tensor, fmt: Format, damp: float) -> Ten
         for r, scale in enumerate(scales.double()):
 
             def errors(code: int, r: int = r, scale: Tensor = scale, q: int = q) -> tuple[Tensor, Tensor]:
-                return fine[r, q] - (code - 128) * scale, coarse[r, q] - (code // 16 * 16 + 8 - 128) * scale  # noqa: B023
+                return fine[r, q] - (code - 128) * scale, coarse[r, q] - (code // 16 * 16 + 8 - 128) * scale
 
             nearest = min(range(256), key=lambda code: abs(errors(code)[0]))
             cell = min(range(16), key=lambda cell: abs(errors(16 * cell)[1]))

@@ -46,7 +46,6 @@ from compressor.graph.kinds.token_trees import tree_graph, why_no_trees
 from compressor.graph.kinds.upper_planes import has_planes, upper_graph
 from compressor.graph.model import ModelInfo
 
-
 PLANES = "planes"
 """The entry that drafts from upper planes."""
 
