@@ -1,7 +1,7 @@
 """Choose codes of 8 bits whose upper halves are good alone: GPTQ for two precisions of one stored weight at once.
 
-An upper half numbers a cell of 16 codes.  Where a compensated weight lies near the edge of a cell, the code on the other
-side of it costs the whole code little and may serve the upper half much better::
+An upper half numbers a cell of 16 codes.  Where a compensated weight lies near the edge of a cell, the code on the
+other side of it costs the whole code little and may serve the upper half much better::
 
     cell      |  16 codes  |  16 codes  |
     fine           nearest code: c0 .X      <- W, less the errors of the codes so far

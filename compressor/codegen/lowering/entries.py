@@ -43,12 +43,8 @@ from compressor.graph.kinds.draft_heads import CannotHead, giving_hidden, heads_
 from compressor.graph.kinds.encoder_decoder import SOURCE, SOURCE_MASK, encoder_nodes
 from compressor.graph.kinds.halves import copy_calls, needed_nodes, pair_halves
 from compressor.graph.kinds.token_trees import tree_graph, why_no_trees
-from compressor.graph.kinds.upper_planes import has_planes, upper_graph
+from compressor.graph.kinds.upper_planes import PLANES, has_planes, upper_graph
 from compressor.graph.model import ModelInfo
-
-PLANES = "planes"
-"""The entry that drafts from upper planes."""
-
 
 @dataclass(frozen=True)
 class Entry:

@@ -1,6 +1,7 @@
 """Make the graph that drafts from upper planes: linears whose codes lie in two planes read the upper one alone.
 
-    packed_linear(x, [codes, lower, scales], bias, "W8A8_P4")   becomes   packed_linear(x, [codes, scales], bias, "W4A8_C_OF8")
+    packed_linear(x, [codes, lower, scales], bias, "W8A8_P4")      becomes
+    packed_linear(x, [codes, scales], bias, "W4A8_C_OF8")
 
 Parameters are shared, and half of the codes' bytes are not read.
 """
@@ -17,6 +18,8 @@ from compressor.formats.format import Format
 from compressor.formats.layouts.planes import TwoPlanes
 from compressor.graph.model import clone_graph
 
+PLANES = "planes"
+"""Name of the entry that drafts from upper planes, and of the kind of drafts."""
 _LINEAR = torch.ops.compressor.packed_linear.default
 
 
