@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from compressor.errors import UsageError
-from compressor.formats.layouts.planes import TwoPlanes, UpperPlane
+from compressor.formats.planes import TwoPlanes, UpperPlane
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,9 @@ from compressor.errors import UnknownFormatError, UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.elements import Element
 from compressor.formats.extras import EXTRAS, ColumnBlocks, Extra, KeptOfGroup, OutlierFeatures, Outliers, SingleZeros
-from compressor.formats.layouts.planes import TwoPlanes, UpperPlane
 from compressor.formats.names import PRESETS, Terms, read_name, write_name
 from compressor.formats.parts import TILE_ROWS, part_bytes, stored_parts
+from compressor.formats.planes import TwoPlanes, UpperPlane
 from compressor.formats.weights import (
     BitPlanes,
     ChannelScales,

@@ -13,7 +13,7 @@ from math import prod
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
 from compressor.formats.extras import ColumnBlocks, Extra, KeptOfGroup, OutlierFeatures, SingleZeros, SkippedInputs
-from compressor.formats.layouts.planes import TwoPlanes
+from compressor.formats.planes import TwoPlanes
 
 E = TypeVar("E", bound=Extra)
 TILE_ROWS = 16

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from compressor.errors import CompressorError
 from compressor.formats.format import Format
-from compressor.formats.layouts.planes import TwoPlanes
 from compressor.formats.outliers import add_outliers
 from compressor.formats.packing import PackedWeight, pack, unpack
+from compressor.formats.planes import TwoPlanes
 from compressor.numerics.grids import grid_values, round_to_grid
 from compressor.numerics.products.bfloat16 import bfloat16_products
 from compressor.numerics.products.deterministic import half_product, inverse_cholesky, product, total

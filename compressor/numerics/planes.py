@@ -76,7 +76,9 @@ def sweep_planes(
     for first, last in blocks:
         Err = torch.empty(last - first, 2 * out_features, dtype=W.dtype)
         for i in range(first, last):
-            codes[places[i]], values = round_both(*both[i].chunk(2), scales[places[i] // size], fmt)
+            codes[places[i]], values = round_both(
+                both[i, :out_features], both[i, out_features:], scales[places[i] // size], fmt
+            )
             Err[i - first] = (both[i] - values) / diagonal[i]
             both[i + 1 : last].addmm_(Hinv[i, i + 1 : last, None], Err[i - first, None], alpha=-1)
         both[last:].addmm_(Hinv[first:last, last:].t(), Err, alpha=-1)

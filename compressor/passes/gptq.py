@@ -16,9 +16,9 @@ from torch.fx import GraphModule
 from compressor.calibration.statistics import ChannelHessian, Hessian
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
-from compressor.formats.layouts.planes import TwoPlanes
 from compressor.formats.outliers import largest
 from compressor.formats.packing import PackedWeight, dequantize
+from compressor.formats.planes import TwoPlanes
 from compressor.graph.sites import weight_sites
 from compressor.numerics.channels.obs import match_dense_channels, quantize_channels
 from compressor.numerics.nearest import rtn_quantize

@@ -15,8 +15,8 @@ from torch.fx import GraphModule
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.extras import ColumnBlocks, KeptOfGroup, SingleZeros
 from compressor.formats.format import Format
-from compressor.formats.layouts.planes import UpperPlane
 from compressor.formats.packing import PackedWeight
+from compressor.formats.planes import UpperPlane
 from compressor.graph.kinds.gate_projections import WHY_DENSE, without_gates
 from compressor.graph.rewrite import replace_linear, replace_weight
 from compressor.graph.segments import segments

@@ -11,8 +11,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compressor.formats.format import Format
-from compressor.formats.layouts.planes import TwoPlanes
 from compressor.formats.parts import TILE_ROWS
+from compressor.formats.planes import TwoPlanes
 from compressor.graph.costs import NodeCost
 from compressor.graph.kinds.upper_planes import has_planes
 from compressor.numerics.range_search import Work
@@ -123,7 +123,8 @@ def linear_kernels(graph: GraphModule) -> list[LinearKernel]:
 
 def lowered_nodes(graph: GraphModule) -> int:
     """Return the nodes of all programs that a graph is lowered to; an entry for drafted tokens has as many again."""
-    return len(graph.graph.nodes) * (1 + graph.meta["model"].speculates * (1 + has_planes(graph)))
+    drafts: bool = graph.meta["model"].speculates
+    return len(graph.graph.nodes) * (1 + drafts * (1 + has_planes(graph)))
 
 
 def slower_prompts(graph: GraphModule, isa: Isa) -> list[str]:

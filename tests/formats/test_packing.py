@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.format import FORMATS, Format
-from compressor.formats.layouts.planes import TwoPlanes
 from compressor.formats.packing import dequantize, pack, unpack
+from compressor.formats.planes import TwoPlanes
 from compressor.formats.weights import BitPlanes, BlockScales, ChannelScales, GroupScales, Integers, TensorScale
 from compressor.numerics.grids import (
     choose_grid,

@@ -46,6 +46,7 @@ from compressor.graph.kinds.token_trees import tree_graph, why_no_trees
 from compressor.graph.kinds.upper_planes import PLANES, has_planes, upper_graph
 from compressor.graph.model import ModelInfo
 
+
 @dataclass(frozen=True)
 class Entry:
     """A function of the library.

@@ -35,5 +35,7 @@ each; the words of each plane follow one another as those of a format of 4 bits 
     codes            int32    [ceil(out / 16), ceil(in / 8), 1, 16]    upper bits
     lower            int32    [ceil(out / 16), ceil(in / 8), 1, 16]
 
-Invariant: each function has one that undoes it exactly.
+Rows of packed caches are rounded and packed in one (:mod:`compressor.formats.layouts.packed_cache`).
+
+Invariant: each function that packs codes has one that undoes it exactly.
 """

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from compressor.formats.layouts.planes import TwoPlanes
 from compressor.formats.parts import STEP, TILE_ROWS
+from compressor.formats.planes import TwoPlanes
 
 
 def to_words(codes: Tensor, planes: Sequence[int]) -> Tensor:

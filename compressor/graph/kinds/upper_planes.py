@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.formats.format import Format
-from compressor.formats.layouts.planes import TwoPlanes
+from compressor.formats.planes import TwoPlanes
 from compressor.graph.model import clone_graph
 
 PLANES = "planes"

@@ -37,7 +37,9 @@ def compiled() -> tuple[Any, Callable[..., Session], dict[str, list[str]]]:
     """Compile a decoder whose codes lie in two planes; returns its graph, what opens a session, and the parameters'
     names by entry.
     """
-    graph = quantized(capture(build(DECODERS["llama"]())), "W8A8_G32_P4", "re:.*mlp.*")  # other linears are dense, for time's sake
+    graph = quantized(
+        capture(build(DECODERS["llama"]())), "W8A8_G32_P4", "re:.*mlp.*"
+    )  # other linears are dense, for time's sake
     graph.meta["model"] = dataclasses.replace(graph.meta["model"], speculates=True)
     library = compile_graph(graph, X86(), tune="off", threads=1)
     program, facts = Program(graph, library), model_facts(graph)

@@ -34,8 +34,8 @@ from compressor.codegen.kernels.linear.weights import Weights, added_floats, by_
 from compressor.formats.activations import Activations
 from compressor.formats.extras import ColumnBlocks, KeptOfGroup, OutlierFeatures, Outliers, SingleZeros, SkippedInputs
 from compressor.formats.format import Format
-from compressor.formats.layouts.planes import TwoPlanes, UpperPlane
 from compressor.formats.parts import TILE_ROWS
+from compressor.formats.planes import TwoPlanes, UpperPlane
 
 
 @dataclass(frozen=True)
