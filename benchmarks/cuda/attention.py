@@ -50,7 +50,7 @@ class Case:
 
     def __init__(self, shape: str, cache: str, batch: int) -> None:
         from compressor.formats.cache import CacheFormat
-        from compressor.formats.packed_cache import dequantize_cache, pack_cache, quantize_cache
+        from compressor.formats.layouts.packed_cache import dequantize_cache, pack_cache, quantize_cache
 
         self.heads, self.kv_heads = HEADS[shape]
         self.batch, self.cache = batch, cache

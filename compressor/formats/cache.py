@@ -7,7 +7,7 @@ point, ``BFP8_G16`` and ``BFP4_G32``: blocks of channels share an exponent of 8 
 bits, sign included (Rouhani et al. 2020, "Pushing the Limits of Narrow Precision Inferencing at Cloud Scale with
 Microsoft Floating Point"; with 8 bits and blocks of 32 it is MXINT8 of OCP Microscaling 1.0).
 
-Bit layout of a row of ``D`` channels (what :mod:`compressor.formats.packed_cache` writes and the kernels read)
+Bit layout of a row of ``D`` channels (what :mod:`compressor.formats.layouts.packed_cache` writes and the kernels read)
 -------------------------------------------------------------------------------------------------------
 Bytes, without padding: first the codes, then the scales of the groups in order::
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from compressor.errors import UsageError
+from compressor.formats.planes import TwoPlanes, UpperPlane
 
 
 @dataclass(frozen=True)
@@ -326,6 +327,8 @@ def _other_than_plain_integers(fmt: Any, activations: str) -> str:
     return f"{activations} activations as they come (A16)" if fmt.activations is not None else ""
 
 
-Extra: TypeAlias = Outliers | OutlierFeatures | ColumnBlocks | KeptOfGroup | SingleZeros | SkippedInputs
+Extra: TypeAlias = (
+    Outliers | OutlierFeatures | ColumnBlocks | KeptOfGroup | SingleZeros | SkippedInputs | TwoPlanes | UpperPlane
+)
 EXTRAS: tuple[type[Extra], ...] = get_args(Extra)
 """All kinds, in the order of their suffixes in a name."""

@@ -14,7 +14,8 @@ codes (dense-and-sparse, Kim et al. 2023, SqueezeLLM, arXiv 2306.07629); ``_F8``
 al. 2022, LLM.int8(), arXiv 2208.07339), in float as well. ``_B16x1@80``: 80% of the blocks of 16 rows by one column are
 zero and not stored; ``_B32x4@30``: 30% of those of 32 by four, of a convolution; ``_B32x64@80``: 80% of those of 32 by
 64, which AMX skips; ``_B1x1@70``: 70% of the single weights.  ``_2:4``: two of every four weights are kept.  ``_SKIP``:
-small activations count as zero, and their codes are not read.
+small activations count as zero, and their codes are not read.  ``_P4``: the upper and lower four bits of codes of 8
+lie apart; ``W4A8_C_OF8`` is the upper plane of ``W8A8_P4``.
 
 Bit layout (what :mod:`compressor.formats.packing` writes and the kernels read)
 -----------------------------------------------------------------------
@@ -38,16 +39,8 @@ words are interleaved::
     codebook      float16  [ceil(out / 16), groups, 2 ** b, 16]  in place of scales; values rise with the code
     input_scale   float32  [1]                             activations with a calibrated scale only
 
-What is stored as floats is added to what the codes stand for.  Single weights are in CSR over the rows of all tiles,
-and their number is the percentage of rows and columns filled up to tiles and chunks, rounded; columns are whole::
-
-    outlier_starts   int32    [16 * ceil(out / 16) + 1]
-    outlier_columns  int16    [outliers]    int32 from 32,768 columns on
-    outlier_values   float16  [outliers]
-    float_columns    int32    [columns]
-    float_values     float16  [ceil(out / 16), columns, 16]
-
-Zeros that are not stored, and inputs that are skipped, have layouts of their own (:mod:`compressor.formats.layouts`).
+What is stored as floats is added to what the codes stand for (:mod:`compressor.formats.outliers`).  Zeros that are not
+stored, inputs that are skipped and codes in two planes have layouts of their own (:mod:`compressor.formats.layouts`).
 Rows and columns that only fill up a tile or a chunk hold code 0 and scale 0 (of E8M0, which has no zero: byte 0).
 FP6 is thereby stored as ZeroQuant(4+2) does (Wu et al. 2023, arXiv 2312.08583): a plane of 4 and a plane of 2 bits.
 """
@@ -66,6 +59,7 @@ from compressor.formats.elements import Element
 from compressor.formats.extras import EXTRAS, ColumnBlocks, Extra, KeptOfGroup, OutlierFeatures, Outliers, SingleZeros
 from compressor.formats.names import PRESETS, Terms, read_name, write_name
 from compressor.formats.parts import TILE_ROWS, part_bytes, stored_parts
+from compressor.formats.planes import TwoPlanes, UpperPlane
 from compressor.formats.weights import (
     BitPlanes,
     ChannelScales,
@@ -179,6 +173,17 @@ class Format:
         left_out = ColumnBlocks | KeptOfGroup | SingleZeros
         return replace(self, extras=tuple(e for e in self.extras if not isinstance(e, left_out)))
 
+    @property
+    def upper(self) -> Format:
+        """The format of the upper plane alone, of codes that lie in two."""
+        assert self.extra(TwoPlanes) is not None
+        return replace(self, weights=Integers(self.bits // 2), extras=(UpperPlane(),))
+
+    @property
+    def factor(self) -> float:
+        """By what stored scales are multiplied: 1, but for an upper plane, whose codes lie 16 of the whole apart."""
+        return 1.0 if self.extra(UpperPlane) is None else float(1 << self.bits)
+
     def with_extra(self, extra: Extra) -> Format:
         """Return the same with this extra, in place of another of its kind."""
         extras = {**{type(one): one for one in self.extras}, type(extra): extra}
@@ -265,6 +270,8 @@ class Format:
     @property
     def zero_point(self) -> float:
         """Code of zero on a symmetric grid of integers: a whole number, and a half on bipolar grids."""
+        if self.extra(UpperPlane) is not None:
+            return (self.levels - 1) / 2
         if isinstance(self.weights, Integers | BitPlanes):
             return self.weights.zero_point
         return float(1 << (self.bits - 1))
@@ -287,7 +294,7 @@ class Format:
     @property
     def planes(self) -> tuple[int, ...]:
         """Widths of the bit planes, lowest bits first."""
-        return self.weights.planes
+        return self.weights.planes if self.extra(TwoPlanes) is None else (self.bits // 2, self.bits // 2)
 
     @property
     def chunk_columns(self) -> int:

@@ -1,4 +1,14 @@
-"""What a format stores as floats beside the codes of a weight: single weights, and whole input columns."""
+"""What a format stores as floats beside the codes of a weight: single weights, and whole input columns.
+
+They are added to what the codes stand for.  Single weights are in CSR over the rows of all tiles, and their number is
+the percentage of rows and columns filled up to tiles and chunks, rounded; columns are whole::
+
+    outlier_starts   int32    [16 * ceil(out / 16) + 1]
+    outlier_columns  int16    [outliers]    int32 from 32,768 columns on
+    outlier_values   float16  [outliers]
+    float_columns    int32    [columns]
+    float_values     float16  [ceil(out / 16), columns, 16]
+"""
 
 from __future__ import annotations
 

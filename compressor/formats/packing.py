@@ -17,7 +17,7 @@ from compressor.formats.format import Format
 from compressor.formats.layouts.columns import from_bits, from_panel, put_columns, to_bits, to_panels
 from compressor.formats.layouts.masks import from_mask, keep_codes, spread_codes, to_mask
 from compressor.formats.layouts.patterns import from_numbers, pack_numbers, to_numbers, unpack_numbers
-from compressor.formats.layouts.words import from_words, quads_of, to_words
+from compressor.formats.layouts.words import from_words, quads_of, split_planes, to_words, whole_words
 from compressor.formats.parts import TILE_ROWS, TILED, panel_rows
 
 PIECE_ELEMENTS = 1 << 22
@@ -35,7 +35,8 @@ def unscaled(codes: Tensor, zeros: Tensor | None, fmt: Format) -> Tensor:
     """Return the values of codes before they are scaled: uint8 [out, n] -> float32."""
     if fmt.element is not None:
         return torch.from_numpy(_values(fmt.element)).to(codes.device)[codes.int()]
-    return codes.float().sub_(fmt.zero_point if zeros is None else zeros)
+    values = codes.float().sub_(fmt.zero_point if zeros is None else zeros)
+    return values if fmt.factor == 1 else values.mul_(fmt.factor)
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,10 @@ def pack(
         or (zeros is None) != fmt.symmetric
     ):
         raise ValueError(f"scales {tuple(scales.shape)} and zeros do not fit {fmt.name} of {rows} x {columns}")
-    packed = to_words(codes, fmt.planes)
     stored = scales.to(STORED[fmt.scale_type])
     tiled = _tile(stored if fmt.scale_type == "F16" else stored.view(torch.uint8), fmt)
-    found: dict[str, Tensor | None] = {"codes": packed, "codebook" if fmt.codebook else "scales": tiled}
+    found: dict[str, Tensor | None] = {**split_planes(to_words(codes, fmt.planes), fmt)}
+    found |= {"codebook" if fmt.codebook else "scales": tiled}
     found |= {"zeros": None if zeros is None else _tile(zeros, fmt), "tensor_scale": tensor_scale}
     return PackedWeight({name: part for name, part in found.items() if part is not None}, fmt, (rows, columns))
 
@@ -100,7 +101,7 @@ def pack(
 def unpack(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes uint8 [out, in], scales float32 [out, groups] (or codebooks [..., levels]), zeros uint8 [out, groups]."""
     fmt, (rows, columns) = packed.format, packed.shape
-    codes = from_words(packed.parts["codes"], fmt.planes)
+    codes = from_words(whole_words(packed.parts), fmt.planes)
     zeros = None if fmt.symmetric else _untile(packed.parts["zeros"], fmt, rows)
     scales = _untile(packed.parts["codebook" if fmt.codebook else "scales"], fmt, rows)
     scales = scales if fmt.scale_type == "F16" else scales.contiguous().view(STORED[fmt.scale_type])
@@ -129,7 +130,9 @@ def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
     tiles = max(1, PIECE_ELEMENTS // (TILE_ROWS * max(1, columns)))
     block = fmt.block_tiles or 1
     tiles = -(-tiles // block) * block  # no block of scales is cut
-    tiled = {name: (part, 1 if name == "codes" else block) for name, part in packed.parts.items() if name in TILED}
+    tiled = {
+        name: (part, 1 if name in ("codes", "lower") else block) for name, part in packed.parts.items() if name in TILED
+    }
     for first in range(0, len(packed.parts["codes"]), tiles):
         begin, end = first * TILE_ROWS, min(rows, (first + tiles) * TILE_ROWS)
         piece = {name: part[first // span : (first + tiles) // span] for name, (part, span) in tiled.items()}

@@ -13,6 +13,7 @@ from math import prod
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
 from compressor.formats.extras import ColumnBlocks, Extra, KeptOfGroup, OutlierFeatures, SingleZeros, SkippedInputs
+from compressor.formats.planes import TwoPlanes
 
 E = TypeVar("E", bound=Extra)
 TILE_ROWS = 16
@@ -101,7 +102,12 @@ def _codes(fmt: Layout, rows: int, columns: int) -> Stored:
         return "uint8", (-(-rows // panel), columns, panel * fmt.bits // 8)
     if (single := fmt.extra(SingleZeros)) is not None:  # and as many more as are loaded at once
         return "uint8", ((-(-single.kept(rows, columns) // STEP) + 1) * STEP * fmt.bits // 8,)
-    return "int32", (_tiles(rows), fmt.chunks(columns), fmt.chunk_words, TILE_ROWS)
+    words = fmt.chunk_words // (2 if fmt.extra(TwoPlanes) is not None else 1)
+    return "int32", (_tiles(rows), fmt.chunks(columns), words, TILE_ROWS)
+
+
+def _lower(fmt: Layout, rows: int, columns: int) -> Stored | None:
+    return _codes(fmt, rows, columns) if fmt.extra(TwoPlanes) is not None else None
 
 
 def _one_a_scale(fmt: Layout, rows: int, columns: int) -> tuple[int, ...]:
@@ -181,6 +187,7 @@ def _starts(fmt: Layout, rows: int, _columns: int) -> Stored | None:
 
 PART_TABLE = (
     Part("codes", _codes, is_tiled=True),
+    Part("lower", _lower, is_tiled=True),
     Part("scales", _scales, is_tiled=True, timing_fill=1),
     Part("zeros", _zeros, is_tiled=True),
     Part("tensor_scale", _tensor_scale, timing_fill=1),

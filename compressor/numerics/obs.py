@@ -17,6 +17,7 @@ from compressor.errors import CompressorError
 from compressor.formats.format import Format
 from compressor.formats.outliers import add_outliers
 from compressor.formats.packing import PackedWeight, pack, unpack
+from compressor.formats.planes import TwoPlanes
 from compressor.numerics.grids import grid_values, round_to_grid
 from compressor.numerics.products.bfloat16 import bfloat16_products
 from compressor.numerics.products.deterministic import half_product, inverse_cholesky, product, total
@@ -178,7 +179,8 @@ def gptq_work(rows: int, columns: int, fmt: Format, *, observer: Observer, match
     Products of the [rows, columns] weight with the [columns, columns] Hessian: two losses and a norm, which read its
     upper half, and the updates of the remainder, which are half a product; with ``match_dense`` three in float32.
     """
-    size, cubed = rows * columns, columns**3
+    planes = 1 if fmt.extra(TwoPlanes) is None else 2  # each has its own weight, and its own errors
+    size, cubed = planes * rows * columns, columns**3
     work = observer_work(rows, columns, fmt, observer)
     work.update(grid_work(rows, columns, fmt, 1, searched=False))
     work.update({
@@ -200,4 +202,5 @@ def gptq_working_bytes(rows: int, columns: int, fmt: Format) -> int:
 
     The statistics themselves (float32, one or two of [columns, columns]) are not in it.
     """
-    return (4 + 8 + 8 + 8 + 3) * rows * columns + 3 * fmt.packed_bytes(rows, columns) + 20 * columns**2
+    planes = 0 if fmt.extra(TwoPlanes) is None else 16
+    return (4 + 8 + 8 + 8 + 3 + planes) * rows * columns + 3 * fmt.packed_bytes(rows, columns) + 20 * columns**2

@@ -18,10 +18,12 @@ from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
 from compressor.formats.outliers import largest
 from compressor.formats.packing import PackedWeight, dequantize
+from compressor.formats.planes import TwoPlanes
 from compressor.graph.sites import weight_sites
 from compressor.numerics.channels.obs import match_dense_channels, quantize_channels
 from compressor.numerics.nearest import rtn_quantize
 from compressor.numerics.obs import column_blocks, gptq_work, gptq_working_bytes, inverse_factor, match_dense, sweep
+from compressor.numerics.planes import sweep_planes, upper_weight
 from compressor.numerics.products.bfloat16 import is_coarse
 from compressor.numerics.products.deterministic import quadratic, total
 from compressor.numerics.range_search import ChooseGrid, Observer, chooser
@@ -42,7 +44,8 @@ class GptqInfo:
     """Facts about the quantisation of one weight.
 
     Attributes:
-        error: tr((W - Q) H (W - Q)^T) / tr(W H W^T), the relative squared error of the site's outputs.
+        error: tr((W - Q) H (W - Q)^T) / tr(W H W^T), the relative squared error of the site's outputs; of codes in two
+            planes, that of the upper plane alone is added.
         rtn_error: the same for round to nearest.
         dampening_frac: the fraction of mean(diag H) that the diagonal was raised by.
         method: ``gptq``, or ``rtn`` where that had the smaller error and was kept.
@@ -105,7 +108,7 @@ def gptq_quantize(
     choose = chooser(observer, problem.H, fmt)
     start = rtn_quantize(weight, fmt, choose, problem.outliers)
     rtn = rtn_quantize(weight, fmt, outliers=problem.outliers)
-    rtn_loss = output_loss(problem.W, rtn, problem.H)
+    rtn_loss = problem.true_loss(rtn)
     found, loss, damp = problem.solve(start, order, blocks, None if static_groups else choose, dampening_frac, rtn_loss)
     norm = float(quadratic(weight.float(), problem.H))  # only for the record
     info = GptqInfo(
@@ -166,7 +169,10 @@ class _Problem:
         while damp <= _MOST_DAMPENING:
             try:
                 Hinv = inverse_factor(self.H, self.dead, order, self.mean, damp)
-                packed, squares = sweep(self.W, Hinv, start, order, blocks, choose, self.outliers)
+                if start.format.extra(TwoPlanes) is not None:
+                    packed, squares = sweep_planes(self.W, Hinv, start, order, blocks)
+                else:
+                    packed, squares = sweep(self.W, Hinv, start, order, blocks, choose, self.outliers)
                 loss = self.loss(packed, squares, damp, rtn_loss)
             except CompressorError:
                 loss = math.inf  # not positive definite, or the compensation ran away
@@ -181,15 +187,25 @@ class _Problem:
         The sweep's errors are those under H + damp: the diagonal's share is taken off again.
         """
         loss = math.inf
-        if damp >= _EXACT_DAMPENING and self.outliers is None:
+        is_one = packed.format.extra(TwoPlanes) is None
+        if damp >= _EXACT_DAMPENING and self.outliers is None and is_one:
             shift = self.mean * (damp + self.dead.double())  # of the diagonal
             loss = max(0.0, squares - float(total((self.W - dequantize(packed)).square() * shift)))
-        return loss if loss < _CLEAR * rtn_loss else output_loss(self.W, packed, self.H)
+        return loss if loss < _CLEAR * rtn_loss else self.true_loss(packed)
+
+    def true_loss(self, packed: PackedWeight) -> float:
+        """Return tr((W - Q) H (W - Q)^T); of codes in two planes, that of the upper one added."""
+        loss = output_loss(self.W, packed, self.H)
+        if packed.format.extra(TwoPlanes) is None:
+            return loss
+        return loss + output_loss(self.W, upper_weight(packed), self.H)
 
 
 @dataclass(frozen=True)
 class Gptq(Pass):
     """Quantise the matched linears, depthwise convolutions too, one group of shared inputs after another, on samples.
+
+    Codes in two planes (``W8A8_P4``) are chosen so that their upper halves alone have small errors too.
 
     Attributes:
         scheme: format name, such as ``W4A16_G128``.
@@ -299,6 +315,8 @@ class Gptq(Pass):
             dampening_frac=dampening_frac,
             observer=self.observer,
         )
+        if fmt.extra(TwoPlanes) is not None:
+            notes.append("the error is the sum of that of the codes and that of their upper plane alone")
         if info.method == "rtn":
             notes.append("rounded to nearest: GPTQ had no smaller error")
         elif info.dampening_frac > dampening_frac:

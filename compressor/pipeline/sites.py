@@ -16,6 +16,7 @@ from compressor.errors import CompressorError, UsageError
 from compressor.formats.extras import ColumnBlocks, KeptOfGroup, SingleZeros
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
+from compressor.formats.planes import UpperPlane
 from compressor.graph.kinds.gate_projections import WHY_DENSE, without_gates
 from compressor.graph.rewrite import replace_linear, replace_weight
 from compressor.graph.segments import segments
@@ -50,6 +51,10 @@ def choose_format(scheme: str, group_size: int = 0) -> Format:
         raise UsageError(
             f"scheme {scheme}: which weights are left out is chosen by the passes magnitude, wanda, sparsegpt and "
             f"alps, of convolutions by group_sparse; use one of them, or {fmt.of_kept.name}"
+        )
+    if fmt.extra(UpperPlane) is not None:
+        raise UsageError(
+            f"scheme {scheme}: no weight is stored so: it is the upper plane of one in W8, _P4; store that"
         )
     return fmt.with_group_size(group_size) if group_size else fmt
 

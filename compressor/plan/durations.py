@@ -12,7 +12,9 @@ from torch.fx import GraphModule, Node
 
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
+from compressor.formats.planes import TwoPlanes
 from compressor.graph.costs import NodeCost
+from compressor.graph.kinds.upper_planes import has_planes
 from compressor.numerics.range_search import Work
 from compressor.plan.prices import Prices
 from compressor.plan.roofline import Roofline
@@ -103,9 +105,11 @@ def linear_kernels(graph: GraphModule) -> list[LinearKernel]:
     routed = graph.graph.find_nodes(op="call_function", target=torch.ops.compressor.packed_routed_linear.default)
     for node in (*(first for first, *_ in groups(graph.graph)), *routed):
         *_, bias, format_name, columns, rows = cast(Any, node.args)
-        fmt = Format.parse(format_name)
-        name = packed_linear_name(f"{rows}x{columns}", fmt, bias is not None)
-        found[name] = LinearKernel(name, rows, columns, fmt.packed_bytes(rows, columns), fmt.integer_products, fmt)
+        own = Format.parse(format_name)
+        is_draft = graph.meta["model"].speculates and own.extra(TwoPlanes) is not None
+        for fmt in (own, own.upper) if is_draft else (own,):
+            name = packed_linear_name(f"{rows}x{columns}", fmt, bias is not None)
+            found[name] = LinearKernel(name, rows, columns, fmt.packed_bytes(rows, columns), fmt.integer_products, fmt)
     for node in graph.graph.nodes:
         args: Any = node.args
         if node.target is torch.ops.compressor.dense_linear.default and args[1].op == "get_attr":
@@ -119,7 +123,8 @@ def linear_kernels(graph: GraphModule) -> list[LinearKernel]:
 
 def lowered_nodes(graph: GraphModule) -> int:
     """Return the nodes of all programs that a graph is lowered to; an entry for drafted tokens has as many again."""
-    return len(graph.graph.nodes) * (2 if graph.meta["model"].speculates else 1)
+    drafts: bool = graph.meta["model"].speculates
+    return len(graph.graph.nodes) * (1 + drafts * (1 + has_planes(graph)))
 
 
 def slower_prompts(graph: GraphModule, isa: Isa) -> list[str]:

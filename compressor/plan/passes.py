@@ -18,6 +18,7 @@ from compressor.codegen.lowering.experts.stack import as_lowered
 from compressor.errors import CaptureError, RecipeError, UsageError
 from compressor.formats.format import Format
 from compressor.graph.kinds.token_trees import why_no_trees
+from compressor.graph.kinds.upper_planes import PLANES, has_planes
 from compressor.graph.model import ModelInfo, clone_graph, weight_bytes
 from compressor.graph.rewrite import set_parameter
 from compressor.pipeline.context import Context
@@ -89,6 +90,10 @@ def plan_passes(graph: GraphModule, recipe: Recipe, backend: Backend) -> Planned
         with _at(recipe, ("passes", index, recipe_name(step)), PASSES.name_of(step)):
             passes.append(_plan_pass(index + 1, step, meta, context, recipe))
             backend.check(meta)
+    if recipe.speculate == PLANES and not has_planes(meta):
+        raise recipe.problem(
+            ("speculate",), "no linear's codes lie in two planes; give a pass such a scheme, for example W8A8_P4"
+        )
     return PlannedPasses(tuple(passes), tuple(before), as_lowered(meta))
 
 

@@ -23,7 +23,17 @@ class RowScales:
         return ""
 
 
-Extra: TypeAlias = RowScales | Outliers | OutlierFeatures | ColumnBlocks | KeptOfGroup | SingleZeros | SkippedInputs
+Extra: TypeAlias = (
+    RowScales
+    | Outliers
+    | OutlierFeatures
+    | ColumnBlocks
+    | KeptOfGroup
+    | SingleZeros
+    | SkippedInputs
+    | TwoPlanes
+    | UpperPlane
+)
 '''
 
 PART = """def _row_scales(fmt: Layout, rows: int, _columns: int) -> Stored | None:
@@ -98,7 +108,8 @@ def test_a_format_with_one_more_part_takes_six_files(scratch: Any) -> None:
     packing, nearest = "compressor/formats/packing.py", "compressor/numerics/nearest.py"
     kernel, test = "compressor/codegen/kernels/linear/packed.py", "tests/formats/test_row_scales.py"
     before = (
-        "Extra: TypeAlias = Outliers | OutlierFeatures | ColumnBlocks | KeptOfGroup | SingleZeros | SkippedInputs\n"
+        "Extra: TypeAlias = (\n    Outliers | OutlierFeatures | ColumnBlocks | KeptOfGroup | SingleZeros | "
+        "SkippedInputs | TwoPlanes | UpperPlane\n)\n"
     )
     scratch.edit(extras, before, EXTRA)
     scratch.edit(parts, "PART_TABLE = (\n", PART)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from compressor.errors import UsageError
 from compressor.formats.cache import CACHE_FORMATS, DENSE_CACHE, CacheFormat, cache_bytes_per_token, cache_row
-from compressor.formats.packed_cache import dequantize_cache, pack_cache, quantize_cache, unpack_cache
+from compressor.formats.layouts.packed_cache import dequantize_cache, pack_cache, quantize_cache, unpack_cache
 
 NAMES = sorted({*CACHE_FORMATS, "INT4", "INT8_G32", "INT4_G8", "FP8_E4M3_G16", "BFP4_G8", "BFP8_G256"})
 ADVERSARIAL = (0.0, -0.0, 1e-45, 1e-30, 1e-8, 6.0e-8, 0.5, 1.0, -1.0, 447.9, 464.0, 1e4, 3e38, -3.4e38)

@@ -12,6 +12,7 @@ from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
 from compressor.formats.format import FORMATS, Format
 from compressor.formats.packing import dequantize, pack, unpack
+from compressor.formats.planes import TwoPlanes
 from compressor.formats.weights import BitPlanes, BlockScales, ChannelScales, GroupScales, Integers, TensorScale
 from compressor.numerics.grids import (
     choose_grid,
@@ -23,6 +24,7 @@ from compressor.numerics.grids import (
 )
 from compressor.numerics.nearest import rtn_quantize
 from compressor.numerics.range_search import search_grid
+from compressor.pipeline.sites import choose_format
 
 CODEBOOKS = ["LUT2", "LUT3", "LUT4", "LUT2_G64", "LUT3_G32", "LUT4_G32"]
 NOT_INTEGER = [
@@ -43,7 +45,9 @@ def formats(draw: st.DrawFn) -> Format:
         st.integers(1, 8).map(lambda bits: BitPlanes("bipolar", bits)),
         st.integers(2, 8).map(lambda bits: BitPlanes("balanced", bits)),
     )
-    return Format(draw(st.one_of(integers, planes)), draw(scales), draw(st.sampled_from([None, Activations()])))
+    weights = draw(st.one_of(integers, planes, st.just(Integers(8))))
+    extras = (TwoPlanes(),) if weights == Integers(8) and draw(st.booleans()) else ()
+    return Format(weights, draw(scales), draw(st.sampled_from([None, Activations()])), extras)
 
 
 @settings(deadline=None, max_examples=80)
@@ -226,3 +230,14 @@ def test_a_group_of_zeros_is_as_near_zero_as_a_bipolar_grid_comes() -> None:
         assert float(values.abs().max()) == 2.0**-25
     with pytest.raises(CompressorError, match="NaN, inf"):
         choose_grid(torch.full((1, 8), float("nan")), fmt)
+
+
+@pytest.mark.parametrize(("name", "why"), [
+    ("W4A16_P4", "8 bits"), ("W8A8_ASYM_P4", "symmetric"), ("W8A16_S1_P4", "other extra"), ("FP8_E4M3_P4", "integers"),
+    ("W8A8_OF8", "4 bits"),
+])  # fmt: skip
+def test_codes_of_other_formats_do_not_lie_in_two_planes(name: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        Format.parse(name)
+    with pytest.raises(UsageError, match="upper plane of one in W8, _P4"):
+        choose_format("W4A8_C_OF8")

@@ -7,7 +7,7 @@ import torch
 
 import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.formats.cache import CACHE_FORMATS, CacheFormat
-from compressor.formats.packed_cache import dequantize_cache
+from compressor.formats.layouts.packed_cache import dequantize_cache
 
 OPS = torch.ops.compressor
 HEADS, KV_HEADS, WIDTH, TOKENS = 4, 2, 20, 9

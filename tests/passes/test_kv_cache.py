@@ -18,7 +18,7 @@ from compressor.data.text import Samples
 from compressor.errors import CompressorError, UsageError
 from compressor.evaluate.quality import GraphLogits
 from compressor.formats.cache import CacheFormat, cache_bytes_per_token
-from compressor.formats.packed_cache import dequantize_cache, pack_cache, quantize_cache
+from compressor.formats.layouts.packed_cache import dequantize_cache, pack_cache, quantize_cache
 from compressor.graph.caches import attention_layers, empty_caches
 from compressor.graph.costs import node_costs
 from compressor.graph.model import ModelInfo, clone_graph
@@ -108,7 +108,7 @@ def test_a_scale_that_entries_share_would_be_found(dense: GraphModule, monkeypat
         return codes, scales.amax().expand(scales.shape)
 
     graph = packed(dense, KvCache("INT8"))
-    monkeypatch.setattr("compressor.formats.packed_cache.quantize_cache", shared)
+    monkeypatch.setattr("compressor.formats.layouts.packed_cache.quantize_cache", shared)
     assert "pack_cache" in check_independence(graph).leaks[0].node
 
 

@@ -93,6 +93,8 @@ def scale_values(stored: Any, fmt: Format, lanes: int) -> Any:
         bits = T.shift_left(T.Cast(f"uint16x{lanes}", stored), widen(T.uint16(7), lanes))
         half = T.Cast(floats, T.reinterpret(bits, dtype=f"float16x{lanes}"))
         scale = half * widen(T.float32(2.0**8), lanes)
+    if fmt.factor != 1:
+        return scale * widen(T.float32(fmt.factor), lanes)
     if fmt.element is None or not fmt.element.is_float:
         return scale
     return scale * widen(T.float32(2.0 ** (15 - fmt.element.bias)), lanes)

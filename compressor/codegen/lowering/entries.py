@@ -1,8 +1,9 @@
-"""Make the programs that a library has of a captured graph: one, or two.
+"""Make the programs that a library has of a captured graph: one, or several.
 
-A decoder that verifies drafted tokens has a second one for these (:mod:`compressor.graph.kinds.token_trees`):
+A decoder that verifies drafted tokens has one for these (:mod:`compressor.graph.kinds.token_trees`):
 
     verify: ids, position, keep, parent, slot, row, k_cache, v_cache -> logits, new keys and values
+    planes: the same, of the upper planes of codes that lie in two (:mod:`compressor.graph.kinds.upper_planes`)
     main: ids, position, keep, k_cache, v_cache -> logits, new keys and values
 
 Where the decoder has heads that draft (:mod:`compressor.graph.kinds.draft_heads`), `verify` also gives what they read,
@@ -42,6 +43,7 @@ from compressor.graph.kinds.draft_heads import CannotHead, giving_hidden, heads_
 from compressor.graph.kinds.encoder_decoder import SOURCE, SOURCE_MASK, encoder_nodes
 from compressor.graph.kinds.halves import copy_calls, needed_nodes, pair_halves
 from compressor.graph.kinds.token_trees import tree_graph, why_no_trees
+from compressor.graph.kinds.upper_planes import PLANES, has_planes, upper_graph
 from compressor.graph.model import ModelInfo
 
 
@@ -90,8 +92,10 @@ def _of_drafts(graph: GraphModule, info: ModelInfo) -> list[Entry]:
     """Export what drafts and verifies tokens, if a model's library is to do so."""
     if not info.speculates:
         return []
+    plain = without_heads(graph)
+    planes = [Entry(PLANES, _verification(upper_graph(plain), info), True)] if has_planes(plain) else []
     if not info.draft_heads:
-        return [Entry("verify", _verification(graph, info), True)]
+        return [Entry("verify", _verification(graph, info), True), *planes]
     tokens = {1: Dim("tokens", min=1)}
     try:
         size = int(hidden_and_next(graph)[0].meta["val"].shape[-1])
@@ -100,7 +104,7 @@ def _of_drafts(graph: GraphModule, info: ModelInfo) -> list[Entry]:
         verify = _verification(giving_hidden(graph), info)
     except CannotHead as error:
         raise VerificationError(f"{info.name}: no entry `heads`: {error}; put draft_heads behind that pass") from error
-    return [Entry("heads", heads, False), Entry("verify", verify, True, results=2)]
+    return [Entry("heads", heads, False), Entry("verify", verify, True, results=2), *planes]
 
 
 def _verification(graph: GraphModule, info: ModelInfo) -> ExportedProgram:

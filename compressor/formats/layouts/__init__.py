@@ -29,5 +29,13 @@ signed; of 4 bits, 16 bytes hold 32 rows, the first 16 in the lower halves::
     codes            uint8    [panels, in, bytes of a panel's rows]    in place of the tiles
     thresholds       float32  [in]    inputs of a smaller size count as zero
 
-Invariant: each function has one that undoes it exactly.
+Where codes of 8 bits lie in two planes (``_P4``), a chunk has eight columns, whose upper and lower four bits are a word
+each; the words of each plane follow one another as those of a format of 4 bits do::
+
+    codes            int32    [ceil(out / 16), ceil(in / 8), 1, 16]    upper bits
+    lower            int32    [ceil(out / 16), ceil(in / 8), 1, 16]
+
+Rows of packed caches are rounded and packed in one (:mod:`compressor.formats.layouts.packed_cache`).
+
+Invariant: each function that packs codes has one that undoes it exactly.
 """

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from compressor.formats.parts import STEP, TILE_ROWS
+from compressor.formats.planes import TwoPlanes
 
 
 def to_words(codes: Tensor, planes: Sequence[int]) -> Tensor:
@@ -56,6 +58,19 @@ def quads_of(words: Tensor, planes: Sequence[int]) -> Tensor:
 def _every_byte(value: int) -> int:
     """Return an int32 whose four bytes are the same."""
     return int.from_bytes(bytes([value] * 4), "little", signed=True)
+
+
+def split_planes(words: Tensor, fmt: Any) -> dict[str, Tensor]:
+    """Return the parts that words of codes, int32 [tiles, chunks, words, 16], are stored as: one, or two planes."""
+    if fmt.extra(TwoPlanes) is None:
+        return {"codes": words}
+    lower, upper = words.chunk(2, dim=2)
+    return {"codes": upper.contiguous(), "lower": lower.contiguous()}
+
+
+def whole_words(parts: Mapping[str, Tensor]) -> Tensor:
+    """Undo :func:`split_planes`."""
+    return torch.cat([parts["lower"], parts["codes"]], dim=2) if "lower" in parts else parts["codes"]
 
 
 def to_stream(codes: Tensor, planes: Sequence[int]) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compressor.formats.cache import CacheFormat
-from compressor.formats.packed_cache import dequantize_cache, pack_cache, quantize_cache
+from compressor.formats.layouts.packed_cache import dequantize_cache, pack_cache, quantize_cache
 
 _SWEEPS = 8
 _LEAST_GAIN = 1e-6  # of the cost: the last bits of a mean must not decide

@@ -230,7 +230,7 @@ class Session:
                 "draft fewer tokens"
             )
         if row.max() >= self._capacity:
-            self._resize(max(int(row.max()) + 1, 2 * self._capacity))
+            self._resize(max(int(row.max()) + 1, 2 * self._capacity), self._capacity)  # drafted rows stay as well
         self._stored[slots] = self._lengths[slots]
         self._drafts = None
 
@@ -312,7 +312,9 @@ class Session:
         if needed > self._capacity:
             self._resize(min(self._limit, max(needed, 2 * self._capacity)))
 
-    def _resize(self, capacity: int) -> None:
+    def _resize(self, capacity: int, rows: int | None = None) -> None:
+        """Make room for so many tokens; that many rows are kept, those of stored tokens unless more are asked for."""
+        kept = int(np.max(self._stored)) if rows is None else rows
         model, caches = self._model, []
         size_bytes = model["cache_bytes_per_token"] * self._batch * capacity
         self._check_memory(size_bytes, f"{self._batch} sequences of {capacity} tokens")
@@ -324,7 +326,7 @@ class Session:
         shape = (self._batch, model["kv_heads"], capacity, row_bytes // dtype.itemsize)
         for index in range(2 * model["layers"]):
             if self._caches:
-                caches.append(self._device.grown(self._caches[index], shape, dtype, int(np.max(self._stored))))
+                caches.append(self._device.grown(self._caches[index], shape, dtype, kept))
                 self._caches[index] = None  # at most one layer is held twice
             else:
                 caches.append(self._device.zeros(shape, dtype))

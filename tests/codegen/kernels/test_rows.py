@@ -107,6 +107,9 @@ def check_linear(
 CASES: list[tuple[str, list[int], Prologue | None, bool, bool, list[Isa]]] = [
     # format, rows of each weight, prologue, residual, bias, and where its code differs from that of the others
     ("W8A8", [64], NORM, True, True, [AVX2, VNNI]),
+    ("W8A8_P4", [48, 32], CENTRED, False, True, [VNNI]),
+    ("W4A8_C_OF8", [48, 32], NORM, False, False, [VNNI]),
+    ("W4A16_G32_OF8", [40], None, True, True, [VNNI]),
     ("W4A8_ASYM_G32", [48, 32], CENTRED, False, True, [AVX2, VNNI]),
     ("W4A16_G32", [40], GATED, True, False, [AVX2, VNNI]),
     ("W8A16_ASYM", [32], None, False, True, [VNNI]),
@@ -156,7 +159,7 @@ def test_rows_of_dense_linears_and_norms(isa: Isa) -> None:
     check_rows(kernel, [x], [normal(COLUMNS, seed=4), normal(COLUMNS, seed=5)], [COLUMNS])
 
 
-@pytest.mark.parametrize(("name", "isa"), [("W4A8_G32", AVX2), ("W4A16_G32", VNNI)])
+@pytest.mark.parametrize(("name", "isa"), [("W4A8_G32", AVX2), ("W8A8_P4", AVX2), ("W4A16_G32", VNNI)])
 def test_rows_of_routed_linears(name: str, isa: Isa) -> None:
     rng, fmt, routing = torch.Generator().manual_seed(3), Format.parse(name), Routing(4, 2, False)
     each = [random_packed(fmt, 32, COLUMNS, rng) for _ in range(4)]

@@ -147,9 +147,8 @@ def vector_block(shape: Any, store: Any) -> Any:
 
     @T.inline
     def block(at, tokens, weight, first, n_tiles, m0, n_tokens):
-        codes, scales, zeros, codebook = T.meta_var(
-            [weight.parts.get(name) for name in ("codes", "scales", "zeros", "codebook")]
-        )
+        scales, zeros, codebook = T.meta_var([weight.parts.get(name) for name in ("scales", "zeros", "codebook")])
+        codes = T.meta_var(weight.codes)
         sizes = T.meta_var((1, n_tiles, TILE_ROWS))
         partial = T.meta_var((body.accumulators * n_tiles, TILE_ROWS))
         acc = T.meta_var(registers(n_tokens, partial, shape.kind))

@@ -35,6 +35,7 @@ from compressor.formats.activations import Activations
 from compressor.formats.extras import ColumnBlocks, KeptOfGroup, OutlierFeatures, Outliers, SingleZeros, SkippedInputs
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
+from compressor.formats.planes import TwoPlanes, UpperPlane
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Schedule:
 
 
 _GEMM_DEFAULT = (1, 8)
-_EXTRAS = (Outliers, OutlierFeatures, ColumnBlocks, SingleZeros, KeptOfGroup, SkippedInputs)  # two by other kernels
+_EXTRAS = (Outliers, OutlierFeatures, ColumnBlocks, SingleZeros, KeptOfGroup, SkippedInputs, TwoPlanes, UpperPlane)
+"""That are read, two of them by kernels of their own."""
 
 
 def supports(fmt: Format, isa: Isa) -> str:
@@ -141,7 +143,8 @@ class Shape:
         if blocks is not None:
             body, given.has_zeros = KeptProducts(weights.rows[0], kept, fmt.of_kept, isa, blocks), False
         is_tiled = not amx_tiles.supports(fmt, isa)
-        is_final = body.groups == 1 and not (weights.is_ragged or body.fmt.extras)
+        has_floats = body.fmt.without_outliers != body.fmt
+        is_final = body.groups == 1 and not (weights.is_ragged or has_floats)
         tiles = TileProducts(body, columns, schedule.gemm_tiles, is_final=is_final, blocks=blocks)
         # Bytes from one token's activations to the next, those that fill up chunks or registers included.
         width = tiles.stride if is_tiled else _apart(given.chunks * fmt.chunk_columns, 1 if body.integer else 4)

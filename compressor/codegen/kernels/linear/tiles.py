@@ -69,7 +69,7 @@ class Buffers:
     @property
     def codes(self) -> Any:
         """The weight's."""
-        return self.weight.parts["codes"]
+        return self.weight.codes
 
     @property
     def zeros(self) -> Any:
@@ -104,7 +104,7 @@ class TileProducts:
         self.sides = 1 if self.is_resident else 2
         self.blocks = 0 if blocks is None else blocks.blocks(columns)
         whole = not self.blocks and columns % self.depth == 0 and body.group_columns % self.depth == 0
-        self.is_direct = whole and body.integer and self.fmt.bits == 8  # what is stored is what the register takes
+        self.is_direct = whole and body.integer and self.fmt.planes == (8,)  # what is stored is what the register takes
         # Otherwise the zero point is subtracted while unpacking; of bytes, where it is a number that all codes share.
         is_centred = body.integer and not self.is_direct and self.fmt.symmetric and not body.half
         self.centre = int(self.fmt.zero_point) if is_centred else 0

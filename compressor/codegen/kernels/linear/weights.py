@@ -30,6 +30,12 @@ class Weight:
     residual: Any  # float32 [tokens, rows], added to the outputs
     y: Any  # float32 [tokens, rows]
 
+    @property
+    def codes(self) -> Any:
+        """Words of codes [tiles, chunks, words, 16]; those of two planes as if they lay together."""
+        codes, lower = self.parts["codes"], self.parts.get("lower")
+        return codes if lower is None else _Planes((lower, codes))
+
     def finish(self, value: Any, token: Any, at: Any, factor: Any = None, floats: Any = None) -> Any:
         """Multiply the outputs of rows ``at`` by a factor, and add what the weight's floats give, bias and residual.
 
@@ -43,6 +49,17 @@ class Weight:
         if self.bias is not None:
             value = value + self.bias[at]
         return value if self.residual is None else value + self.residual[token, at]
+
+
+@dataclass(frozen=True)
+class _Planes:
+    """Planes of one word a chunk, lowest bits first."""
+
+    each: Sequence[Any]
+
+    def __getitem__(self, place: tuple[Any, ...]) -> Any:
+        tile, chunk, word, row = place
+        return self.each[word][tile, chunk, 0, row]
 
 
 class Weights:

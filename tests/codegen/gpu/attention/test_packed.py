@@ -11,7 +11,7 @@ from lockstep import build, run
 
 from compressor.codegen.gpu.attention import packed
 from compressor.formats.cache import CacheFormat
-from compressor.formats.packed_cache import dequantize_cache
+from compressor.formats.layouts.packed_cache import dequantize_cache
 
 
 @pytest.mark.parametrize(

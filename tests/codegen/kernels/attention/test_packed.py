@@ -18,7 +18,7 @@ from compressor.codegen.kernels.attention import packed as packed_cache
 from compressor.codegen.targets import x86
 from compressor.codegen.targets.x86 import X86
 from compressor.formats.cache import CacheFormat
-from compressor.formats.packed_cache import dequantize_cache
+from compressor.formats.layouts.packed_cache import dequantize_cache
 
 OPS = torch.ops.compressor
 TOLERANCE = 3e-6  # of the largest output; both sides round float32 sums in different orders

@@ -1,0 +1,47 @@
+"""Draft with the model's own weights at half their bytes: the upper planes of codes that lie in two.
+
+The library has an entry `planes`, which takes what `verify` does and reads of each such weight the upper four bits of
+its codes alone.  Its keys and values lie behind the stored ones until what is verified writes over them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compressor_runtime.speculation.chain import Chain, Mean, chain_prior
+from compressor_runtime.speculation.kinds.kind import VERIFY, Kind, Shared
+
+NAME = "planes"
+"""Of the kind, and of the entry."""
+
+
+class UpperPlanes:
+    """Step through a draft of one sequence by the entry that reads upper planes.
+
+    Args:
+        session: of the model.
+        slot: number of the sequence in it.
+    """
+
+    def __init__(self, session: Any, slot: int) -> None:
+        self._session, self._slot = session, slot
+
+    def begin(self) -> None:
+        """Do nothing: what was drafted before is written over."""
+
+    def step(self, token: int, ahead: int) -> NDArray[np.float32]:
+        """Read a token ``ahead`` places behind the stored ones; return logits [V] of what comes after it."""
+        logits: NDArray[np.float32] = self._session.draft(NAME, [token], [ahead], [self._slot])[0]
+        return logits
+
+
+def _make_planes(shared: Shared, session: Any, slot: int) -> Chain:
+    mean = shared.kept.setdefault(NAME, Mean())
+    return Chain(NAME, UpperPlanes(session, slot), shared.pace, shared.acceptance, mean)
+
+
+PLANES = Kind(NAME, _make_planes, chain_prior, (VERIFY, NAME))
+"""Drafts of the model itself, from the upper planes of its weights."""

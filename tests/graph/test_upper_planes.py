@@ -1,0 +1,42 @@
+"""The graph that reads upper planes only: the same parameters but the lower planes, and linears of other formats."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from tiny_models import DECODERS, build, quantized
+
+from compressor.capture.capture import capture
+from compressor.codegen.lowering.entries import entries
+from compressor.formats.format import Format
+from compressor.graph.caches import empty_past
+from compressor.graph.kinds.upper_planes import has_planes, upper_graph
+from compressor.graph.model import clone_graph
+from compressor.graph.rewrite import set_parameter
+
+
+def test_linears_read_the_upper_plane_and_nothing_else_changes() -> None:
+    graph = quantized(capture(build(DECODERS["llama"]())), "W8A8_G32_P4")
+    upper, floored = upper_graph(graph), clone_graph(graph)
+    assert has_planes(graph) and not has_planes(upper)
+    stored, read = dict(graph.named_parameters()), dict(upper.named_parameters())
+    assert {name for name in stored if name not in read} == {name for name in stored if name.endswith(".lower")}
+    assert all(read[name] is stored[name] for name in read)
+    for name in stored:  # the same weights, the lower plane of each replaced by one in the middle, but for half a step
+        if name.endswith(".lower"):
+            set_parameter(floored, name, torch.full_like(stored[name], -0x77777778))  # 8 in every four bits
+    ids, position = torch.arange(5)[None], torch.arange(5)
+    past = empty_past(graph.meta["model"], 1, 0)
+    with torch.no_grad():
+        one, other = (each(ids, position, position, *past)[0] for each in (upper, floored))
+    assert (one - other).abs().max() < 1e-5 * one.abs().max()
+    graph.meta["model"] = dataclasses.replace(graph.meta["model"], speculates=True)
+    assert [entry.name for entry in entries(graph)] == ["verify", "planes", "main"]
+
+
+def test_a_graph_without_planes_has_no_such_entry() -> None:
+    graph = quantized(capture(build(DECODERS["llama"]())), "W8A8")
+    assert not has_planes(graph)
+    fmt = Format.parse("W8A8_P4")
+    assert fmt.upper.name == "W4A8_C_OF8" and fmt.packed_bytes(64, 64) == Format.parse("W8A8").packed_bytes(64, 64)
