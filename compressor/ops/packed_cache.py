@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from compressor.formats import packed_cache as packing_cache
 from compressor.formats.cache import CacheFormat
+from compressor.formats.layouts import packed_cache as packing_cache
 from compressor.ops.attention import attend, outputs, with_new
 
 

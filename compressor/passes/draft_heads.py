@@ -20,6 +20,7 @@ from compressor.graph.model import ModelInfo, clone_graph
 from compressor.graph.rewrite import set_parameter
 from compressor.graph.sites import Site, linear_sites
 from compressor.pipeline.context import Context, SiteRecord
+from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan
 from compressor.training.device import Device
 from compressor.training.loop import Objective
@@ -33,7 +34,7 @@ _RANKS = (1, 4)  # of candidates, whose accuracy is reported
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftHeads(TrainingPass):
+class DraftHeads(TrainingPass, Pass):
     """Train heads that draft further tokens from the model's last hidden states; the model itself stays as it is.
 
     The target is the model's own distribution of each token, on the calibration samples.  Heads share the last linear,
