@@ -22,6 +22,7 @@ from compressor.export.facts import run_facts
 from compressor.graph.model import clone_graph, weight_bytes
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pipeline
+from compressor.plan.passes import mark_entries
 from compressor.recipe.recipe import Recipe
 from compressor.verify.independence.check import check_independence
 
@@ -52,6 +53,7 @@ def lower(
     tune: str = "off",
 ) -> None:
     """Generate kernels for a compressed graph, and fill the bundle's empty folder."""
+    mark_entries(graph, recipe)
     backend = make_backend(recipe.target.build(), threads)
     stack_experts(graph)
     backend.compile(graph, tune, None, lambda _isa: None)

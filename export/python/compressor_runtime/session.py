@@ -15,6 +15,7 @@ from compressor_runtime.device.recorded import Record, RecordedStep
 from compressor_runtime.errors import RequestError
 from compressor_runtime.manifest import DENSE_CACHE
 from compressor_runtime.speculation.hidden import HEADS, Hidden
+from compressor_runtime.tensors import aligned_rows
 
 DEEPEST = 64
 """Tokens of the longest path through a tree that kernels follow."""
@@ -45,7 +46,7 @@ class Session:
         self._recorded: RecordedStep | None = None
         self._steps_of_one = 0  # tokens that were a step each; the first is not recorded: there may be no second
         self._entries, self._batch, self._capacity = dict(entries or {}), whole("batch", batch, 1), 0
-        self._drafts: tuple[NDArray[np.int64], ...] | None = None  # parents, sequences and rows that may be accepted
+        self._drafts: tuple[list[int], ...] | None = None  # parents, sequences and rows that may be accepted
         self.hidden = Hidden(self._entries.get(HEADS) and self._heads, model["vocab_size"])
         self._caches: list[Any] = []  # keys of every layer, then values: f32 [B, Hkv, T, D], or u8 of a row's bytes
         self._states: list[Any] = []  # of recurrent layers, f32 [B, ...]; kernels write them
@@ -188,7 +189,7 @@ class Session:
         position, row = self._lengths[slots] + depth, self._lengths[slots] + order
         self._make_room_behind(slots, position, row)
         logits = self._verified(tokens, position, rows, parents, slots, row)
-        self._drafts = (parents, slots, row)
+        self._drafts = (parents.tolist(), slots.tolist(), row.tolist())
         if keep is not None:
             self.hidden.give(None)
         return logits
@@ -248,32 +249,33 @@ class Session:
         parents, slots, row = self._drafts
         if not isinstance(path_by_slot, Mapping):
             raise RequestError(f"accept: {path_by_slot!r:.100}; give the tokens of each sequence by its number")
-        kept: dict[int, NDArray[np.int64]] = {}
+        kept: dict[int, list[int]] = {}
         for slot, path in path_by_slot.items():
             sequence, tokens = whole("slot", slot, 0, self._batch - 1), array("path", path)
-            found = indices("path", tokens, len(row)) if tokens.size else np.zeros(0, np.int64)
-            if not np.array_equal(parents[found], [-1, *found[:-1]][: len(found)]) or (slots[found] != sequence).any():
+            found: list[int] = indices("path", tokens, len(row)).tolist() if tokens.size else []
+            before = [-1, *found[:-1]]
+            if any(parents[t] != p or slots[t] != sequence for t, p in zip(found, before, strict=False)):
                 raise RequestError(
-                    f"path: {found.tolist()!r:.100}; give tokens of sequence {sequence}, the first without a parent "
-                    "and each the parent of the next"
+                    f"path: {found!r:.100}; give tokens of sequence {sequence}, the first without a parent and each "
+                    "the parent of the next"
                 )
             kept[sequence] = found
         for sequence, found in kept.items():
-            places = self._lengths[sequence] + np.arange(len(found))
-            moved = row[found] != places
+            length = int(self._lengths[sequence])
+            moved = [(row[t], place) for place, t in enumerate(found, length) if row[t] != place]
             assert isinstance(self._device, Host)
-            for cache in self._caches if moved.any() else ():
-                self._device.move_rows(cache, sequence, row[found][moved], places[moved])
-            self._lengths[sequence] += len(found)
-            self._stored[sequence] = self._lengths[sequence]
-            self.hidden.keep([(sequence, int(last)) for last in found[-1:]])
+            for cache in self._caches if moved else ():
+                self._device.move_rows(cache, sequence, *zip(*moved, strict=True))
+            self._lengths[sequence] = self._stored[sequence] = length + len(found)
+            self.hidden.keep([(sequence, last) for last in found[-1:]])
         self._drafts = None
 
     def _verified(
         self, ids: NDArray[Any], position: Any, keep: Any, *places: Any, entry: str = "verify"
     ) -> NDArray[np.float32]:
         """Call an entry for drafted tokens; return logits [R, V], and remember the hidden states of `verify`."""
-        inputs = (self._device.put(np.ascontiguousarray(x)) for x in (ids[None], position, keep, *places))
+        first, *others = aligned_rows([ids, position, keep, *places])
+        inputs = map(self._device.put, (first[None], *others))
         found = self._entries[entry](*inputs, *self._caches)
         logits, *more = found if isinstance(found, list) else [found]
         self.hidden.give(more[0][0] if more else None)

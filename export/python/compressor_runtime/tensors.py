@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +101,18 @@ def rows_of(part: NDArray[Any]) -> int:
 
 def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Return zeros that begin at a multiple of 64 bytes."""
-    size_bytes = int(np.prod(shape)) * dtype.itemsize
-    memory = np.zeros(size_bytes + ALIGNMENT_BYTES, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT_BYTES
-    return memory[start : start + size_bytes].view(dtype).reshape(shape)
+    memory = np.zeros(math.prod(shape) * dtype.itemsize + ALIGNMENT_BYTES, np.uint8)
+    return np.ndarray(shape, dtype, memory, -memory.ctypes.data % ALIGNMENT_BYTES)
+
+
+def aligned_rows(rows: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
+    """Return copies of arrays [T], each where kernels take it as it lies: in one block, which takes less time."""
+    line = ALIGNMENT_BYTES // 8
+    block = aligned_zeros((len(rows), -(-max(map(len, rows)) // line) * line), np.dtype(np.int64))
+    found = [place[: len(row)] for place, row in zip(block, rows, strict=True)]
+    for place, row in zip(found, rows, strict=True):
+        place[:] = row
+    return found
 
 
 def to_tvm(array: NDArray[Any]) -> Any:

@@ -135,10 +135,11 @@ def with_drafts(
             return (tokens, end.value), counted, drafts
 
 
-def test_sampled_tokens_follow_the_model_s_distribution() -> None:
+@pytest.mark.parametrize("kind", served({"verify"}))
+def test_sampled_tokens_follow_the_model_s_distribution(kind: str) -> None:
     """A chain of Markov: transitions counted, against probabilities of temperature 0.7 and a nucleus of 0.9."""
     table = np.random.default_rng(0).normal(scale=1.0, size=(VOCAB, VOCAB))
-    (tokens, _), counted, _ = with_drafts(ToyTarget(table, order=1), "recycle", [0], sampler(3, SAMPLED), {}, 20_000)
+    (tokens, _), counted, _ = with_drafts(ToyTarget(table, order=1), kind, [0], sampler(3, SAMPLED), {}, 20_000)
     assert counted.accepted > 5000
     seen = np.zeros((VOCAB, VOCAB))
     np.add.at(seen, ([0, *tokens[:-1]], tokens), 1)

@@ -62,3 +62,25 @@ def test_times_between_and_beyond_measured_sizes_lie_on_lines() -> None:
     for _ in range(300):
         pace.note(1, 1.0)
     assert pace.seconds(5) == pytest.approx(1.12)  # long ago: worth another look
+
+
+def test_what_waited_for_another_process_is_not_the_draft_s_fault() -> None:
+    pace = Pace()
+    for _ in range(3):
+        pace.note(1, 1.0)
+    pace.note(5, 100.0)
+    assert pace.seconds(5) == pytest.approx(1.12)  # still a guess
+    pace.settle(100.0, 1, {"a": 4}, {})
+    pace.charge("a", 50.0)  # two steps are booked
+    pace.delay(80.0, {"a": 4})  # and nothing
+    assert pace.may_draft("a", 1)  # debts may be 2.46 steps
+    pace.delay(1.5, {"a": 4})
+    assert not pace.may_draft("a", 1)
+
+
+def test_several_drafts_owe_as_much_as_one() -> None:
+    pace = Pace()
+    for _ in range(3):
+        pace.note(1, 1.0)
+    pace.charge("a", 1.5)
+    assert pace.may_draft("a", 1) and not pace.may_draft("a", 1, 2)

@@ -118,6 +118,7 @@ class Engine:
     ) -> None:
         self._session, self._pace, self._acceptance, self._counts = session, pace, acceptance, counts
         self._most_rows = most_rows
+        self._verified: Mapping[str, int] = {}  # drafts of the round before, with their rows; empty after plain steps
 
     def rounds(self, texts: Sequence[Text]) -> Iterator[list[tuple[Text, list[int]]]]:
         """Yield, step by step, the tokens that each text has gained, until all have ended.
@@ -139,7 +140,7 @@ class Engine:
                 yield self._verify(parts)
 
     def _may_draft(self, text: Text) -> bool:
-        return text.left > 1 and any(self._pace.may_draft(draft.name, 1) for draft in text.drafts)
+        return text.left > 1 and any(self._pace.may_draft(draft.name, 1, len(text.drafts)) for draft in text.drafts)
 
     def _rest(self, text: Text) -> Iterator[list[tuple[Text, list[int]]]]:
         """Take a few plain steps, with next to nothing around them: on small models every microsecond counts."""
@@ -153,6 +154,8 @@ class Engine:
             count += 1
             token = text.choose(logits[0, -1])
             counts.tokens += token is not None
+            if count == 1:
+                self._slowed(seconds)
             if count == most or text.finish_reason is not None:
                 counts.step_s += seconds
                 counts.steps += count
@@ -180,7 +183,8 @@ class Engine:
     def _propose(self, text: Text, sequences: int, room: int) -> Tree:
         most = min(room, text.left - 1, MOST_NODES)  # behind as many tokens as may come, no row is of use
         tree = Tree()
-        text.awake = [draft for draft in text.drafts if most > 0 and self._pace.may_draft(draft.name, sequences)]
+        may, several = self._pace.may_draft, len(text.drafts)
+        text.awake = [draft for draft in text.drafts if most > 0 and may(draft.name, sequences, several)]
         for draft in text.awake:
             begin = self._pace.clock()
             draft.extend(text.tokens[text.told.get(draft.name, 0) :])
@@ -215,6 +219,7 @@ class Engine:
         begin = self._pace.clock()
         logits = self._session.step([read])[0]
         seconds = self._pace.clock() - begin
+        self._slowed(seconds)
         self._pace.note(1, seconds)
         counts = self._counts
         counts.step_s += seconds
@@ -230,8 +235,15 @@ class Engine:
             self._share([text], begin, before_s)
         return text, gained
 
+    def _slowed(self, seconds: float) -> None:
+        """Book a plain step behind a verification, whose code and weights others have taken the caches from."""
+        if self._verified:
+            self._pace.delay(seconds, self._verified)
+            self._verified = {}
+
     def _verify(self, parts: Sequence[_Round]) -> list[tuple[Text, list[int]]]:
         """Verify the drafts of all texts at once, walk along the model's own tokens, and append what was right."""
+        begin = self._pace.clock()
         ids: list[int] = []
         parents: list[int] = []
         slots: list[int] = []
@@ -240,7 +252,6 @@ class Engine:
             ids += [part.text.tokens[-1], *part.verified.tokens]
             parents += [-1, *(part.start + 1 + parent for parent in part.verified.parents)]
             slots += [part.text.slot] * (1 + len(part.verified))
-        begin = self._pace.clock()
         logits = self._session.verify(ids, parents, slots)
         seconds = self._pace.clock() - begin
         gained, paths, accepted = [], {}, Counter[str]()
@@ -297,6 +308,7 @@ class Engine:
         rows = len(parts) + drafted.total()
         self._pace.note(rows, seconds)
         self._counts.rows[rows] += 1
+        self._verified = drafted if len(parts) == 1 else {}
         if drafted:
             self._pace.settle(seconds, len(parts), drafted, accepted)
             self._counts.verify_s += seconds

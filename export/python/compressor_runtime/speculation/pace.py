@@ -17,8 +17,11 @@ _FIRST_ROWS = 3  # that are added in a first verification; later ones have at mo
 _LEAST_CHANCE = 0.02
 _MARGIN = 0.03  # estimates are of those drafts that look best, so a little less comes true
 _DEBT, _GRACE_STEPS = 0.003, 2
-"""A draft may have cost this share of all time, and so many steps, more than it has gained."""
+"""Drafts together may have cost this share of all time, and so many steps, more than they have gained."""
 _MOST_CREDIT_STEPS = 20  # a gain of long ago does not pay for long losses
+_LONGEST = 2
+"""Steps that a verification takes at most for each of its rows, and a draft or the delay of a step altogether: what
+took longer waited for another process, which says nothing of the draft."""
 
 
 class Pace:
@@ -47,12 +50,14 @@ class Pace:
         Args:
             count: of so many, on average.
         """
+        self._rounds += count
+        self._elapsed_s += seconds * count
+        if rows not in self._times and seconds > _LONGEST * rows * min(self._medians.values(), default=seconds):
+            return  # alone it would be the median, and keep this size from being tried again
         times = self._times.setdefault(rows, deque(maxlen=_WINDOW))
         times.append(seconds)
-        self._rounds += count
         self._medians[rows] = median(times)
         self._seen[rows] = self._rounds
-        self._elapsed_s += seconds * count
 
     def note_draft(self, name: str, seconds: float) -> None:
         """Remember the time of one token of a draft that runs a model."""
@@ -133,16 +138,18 @@ class Pace:
         most = known[-1][0] + max(_FIRST_ROWS, known[-1][0]) - sequences  # a guess far from what is measured is none
         return best_count(chances[:most], sequences, lambda rows: on_lines(known, rows), _MARGIN)
 
-    def may_draft(self, name: str, sequences: int) -> bool:
-        """Tell whether a draft's account allows it to go on."""
+    def may_draft(self, name: str, sequences: int, drafts: int = 1) -> bool:
+        """Tell whether a draft's account allows it to go on; it may owe its share, of so many drafts together."""
         if not self.knows(sequences):
             return False
         debt = _DEBT * self._elapsed_s + _GRACE_STEPS * self._medians[sequences]
-        return self._accounts.get(name, 0.0) > -debt
+        return self._accounts.get(name, 0.0) > -debt / drafts
 
     def charge(self, name: str, seconds: float) -> None:
         """Book what a draft has cost."""
         self._elapsed_s += seconds
+        if name not in self._draft_times:  # of one that runs a model, any time may be its own
+            seconds = min(seconds, _LONGEST * min(self._medians.values(), default=seconds))
         self._accounts[name] = self._accounts.get(name, 0.0) - seconds
 
     def settle(self, seconds: float, sequences: int, drafted: Mapping[str, int], accepted: Mapping[str, int]) -> None:
@@ -155,10 +162,26 @@ class Pace:
         if not self.knows(sequences):
             return
         step = self._medians[sequences]
-        extra, rows = seconds - step, sum(drafted.values())
+        rows = sum(drafted.values())
+        if seconds > _LONGEST * (rows + sequences) * step:
+            seconds = self.seconds(rows + sequences, sequences)
+        extra = seconds - step
         for name, count in drafted.items():
             gain = accepted.get(name, 0) * step / sequences - extra * count / rows
             self._accounts[name] = min(self._accounts.get(name, 0.0) + gain, _MOST_CREDIT_STEPS * step)
+
+    def delay(self, seconds: float, drafted: Mapping[str, int]) -> None:
+        """Book what a plain step of one sequence took longer because the round before it verified drafts.
+
+        Args:
+            drafted: tokens of each draft that were verified then.
+        """
+        if self.knows(1):
+            extra, rows = seconds - self._medians[1], sum(drafted.values())
+            if extra > _LONGEST * self._medians[1]:
+                return
+            for name, count in drafted.items():
+                self._accounts[name] = self._accounts.get(name, 0.0) - extra * count / rows
 
 
 def on_lines(known: Sequence[tuple[int, float]], rows: int) -> float:
@@ -187,6 +210,6 @@ class Always(Pace):
         """Return True."""
         return True
 
-    def may_draft(self, name: str, sequences: int) -> bool:
+    def may_draft(self, name: str, sequences: int, drafts: int = 1) -> bool:
         """Return True."""
         return True
