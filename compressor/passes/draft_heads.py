@@ -48,10 +48,10 @@ class DraftHeads(TrainingPass, Pass):
     """
 
     heads: int = 3
-    width: int = 128
+    width: int = 256
     steps: int = 250
     batch: int = 4
-    learning_rate: float = 5e-3
+    learning_rate: float = 1e-2
     evaluate_every: int = 50
 
     def __post_init__(self) -> None:

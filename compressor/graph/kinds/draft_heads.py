@@ -3,7 +3,7 @@
     ids ----> the token that comes next -> embedding e --.
     x -> ... -> h (last hidden state) -> lm_head -> logits
                 |                                        |
-                '-> [h, e] -> up -> silu -> k pieces -> down_1 ... down_k -> + h -> the same lm_head -> drafts
+                '-> [h, e] -> up -> silu -> k pieces -> down_1 ... down_k -> the same lm_head -> drafts
 
 At a token of position t, whose successor t + 1 is known, head i predicts the token at t + 1 + i.  In the captured graph
 the successors are the other tokens of the ids, so that heads are trained, calibrated and packed as all linears are; a
@@ -90,7 +90,7 @@ def add_heads(graph: GraphModule, count: int, width: int) -> list[str]:
     states = []
     for head in range(count):
         piece = build.call(_ATEN.slice.Tensor, inner, 2, head * width, (head + 1) * width)
-        states.append(build.call(_ATEN.add.Tensor, hidden, build.linear(f"{NAME}.{head}.down", piece, size, width)))
+        states.append(build.linear(f"{NAME}.{head}.down", piece, size, width))
     drafts = build.again(last, build.call(_ATEN.stack.default, states, 2))
     results = cast("tuple[Node, ...]", output.args[0])
     output.args = ((*results, drafts),)

@@ -21,7 +21,7 @@ from compressor.training.trainable import TrainableGraph
 
 @torch.no_grad()
 def begin_heads(graph: GraphModule, names: Sequence[str], ids: Tensor, seed: int) -> None:
-    """Let new heads say what the model says of the next token, with random directions to learn from.
+    """Let new heads hold all tokens for as likely, with random directions to learn from.
 
     These are as large for the hidden state as for the table's rows, so that heads see both.
 
