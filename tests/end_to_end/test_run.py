@@ -103,6 +103,7 @@ ELSEWHERE = (
     "learned_mask_w8a16_2of4_x86",  # passes/test_learned_mask.py
     "polarised_gates_w8a16_x86",
     "relu_sparse_w8a16_x86",
+    "speculate_planes_x86",  # runtime/speculation/test_planes.py: the kernels; numerics/test_planes.py: the pass
     "permute_channels_w8a16_2of4_x86",  # passes/test_permute_channels.py: nothing is left of it but sparsegpt's recipe
 )
 RECIPES = sorted(path.stem for path in resource("recipes").glob("*.yaml") if not path.stem.endswith(ELSEWHERE))

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 from tiny_models import DECODERS, build, quantized
 
 from compressor.capture.capture import capture
+from compressor.codegen.backend import make_backend
+from compressor.codegen.gpu.linear.products import supports as gpu_supports
 from compressor.codegen.lowering.entries import entries
+from compressor.codegen.web.kernels.packed_linear import supports as web_supports
+from compressor.errors import RecipeError
 from compressor.formats.format import Format
 from compressor.graph.caches import empty_past
 from compressor.graph.kinds.upper_planes import has_planes, upper_graph
 from compressor.graph.model import clone_graph
 from compressor.graph.rewrite import set_parameter
+from compressor.plan.passes import mark_entries, plan_passes
+from compressor.recipe.recipe import Recipe
 
 
 def test_linears_read_the_upper_plane_and_nothing_else_changes() -> None:
@@ -35,8 +42,12 @@ def test_linears_read_the_upper_plane_and_nothing_else_changes() -> None:
     assert [entry.name for entry in entries(graph)] == ["verify", "planes", "main"]
 
 
-def test_a_graph_without_planes_has_no_such_entry() -> None:
-    graph = quantized(capture(build(DECODERS["llama"]())), "W8A8")
-    assert not has_planes(graph)
+def test_what_cannot_draft_so_is_refused_by_name() -> None:
+    passes = [{"rtn": {"scheme": "W8A8", "targets": "re:.*"}}]
+    graph, recipe = capture(build(DECODERS["llama"]())), Recipe.from_dict({"passes": passes, "speculate": "planes"})
+    mark_entries(graph, recipe)
+    with pytest.raises(RecipeError, match="speculate: no linear's codes lie in two planes; give a pass such a scheme"):
+        plan_passes(graph, recipe, make_backend(recipe.target.build()))
     fmt = Format.parse("W8A8_P4")
-    assert fmt.upper.name == "W4A8_C_OF8" and fmt.packed_bytes(64, 64) == Format.parse("W8A8").packed_bytes(64, 64)
+    assert "_P4" in web_supports(fmt) and "_P4" in gpu_supports(fmt)
+    assert fmt.packed_bytes(64, 64) == Format.parse("W8A8").packed_bytes(64, 64)
