@@ -101,8 +101,9 @@ def model_facts(graph: GraphModule) -> dict[str, Any]:
     del facts["speculates"], facts["draft_heads"]  # `entries` says it
     if info.encoder_source is None:
         del facts["encoder_source"]
-    if info.pair is None:
-        del facts["pair"]
+    for name in ("pair", "exits", "depths"):
+        if facts[name] is None:
+            del facts[name]
     return facts
 
 

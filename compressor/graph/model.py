@@ -76,6 +76,26 @@ class PairInfo:
 
 
 @dataclass(frozen=True)
+class ExitInfo:
+    """Where tokens leave a decoder early, and from which confidence on: the top-1 probability there.
+
+    Attributes:
+        blocks: blocks that run in front of each exit, rising.
+        thresholds: the least confidence with which a token is taken there; above 1 where none ever is.
+        give_up: a text ends where the mean confidence of its last ``window`` tokens at the first exit is below this; 0
+            ends none.
+        window: tokens of that mean.
+        head: what norm and head cost, in blocks.
+    """
+
+    blocks: tuple[int, ...]
+    thresholds: tuple[float, ...]
+    give_up: float = 0.0
+    window: int = 8
+    head: float = 0.0
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """Facts about a captured model; ``graph.meta["model"]``.  Sizes are 0 where they have no meaning."""
 
@@ -102,6 +122,13 @@ class ModelInfo:
     parameters: int = 0  # distinct numbers in the graph's parameters, ties counted once
     encoder_source: SourceInfo | None = None  # of an encoder-decoder, whose kind is seq2seq; of CTC, a module's
     pair: PairInfo | None = None  # of a model of pictures with texts, whose kind is module
+    exits: ExitInfo | None = None  # of a decoder whose tokens may leave early
+    depths: tuple[int | None, ...] | None = None  # of one whose blocks end: the first position that passes each by
+
+    @property
+    def leaves_early(self) -> bool:
+        """Return whether tokens need not run all blocks, whose number has to stay then."""
+        return self.exits is not None or self.depths is not None
 
     @property
     def hears(self) -> bool:

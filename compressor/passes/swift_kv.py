@@ -11,7 +11,7 @@ cost two linears for each token, or, where neighbouring layers share them, two f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -29,7 +29,7 @@ from compressor.pipeline.pipeline import Pass, TrainingNeeds
 from compressor.pipeline.site_plan import SitePlan, plan_untouched
 from compressor.training.device import Device
 from compressor.training.loop import Objective
-from compressor.training.settings import Settings, TeacherOptions
+from compressor.training.settings import TeacherOptions
 from compressor.training.teacher import TaughtPass, towards
 from compressor.training.trainable import TrainableGraph
 
@@ -59,6 +59,7 @@ class SwiftKv(TeacherOptions, TaughtPass, Pass):
     evaluate_every: int = 50
 
     needs_dense: ClassVar[bool] = False  # the model as this pass finds it teaches
+    may_train_nothing: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         is_share = isinstance(self.after, float)
@@ -82,14 +83,15 @@ class SwiftKv(TeacherOptions, TaughtPass, Pass):
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:
         """Refuse models whose later layers cannot run kept tokens alone, and what training refuses."""
+        if graph.meta["model"].leaves_early:
+            raise UsageError("swift_kv: tokens run fewer blocks by early_exit or skip_decode; leave one of them out")
         changed = clone_graph(graph)
         if self._change(changed, Context()) is not None and self.steps:
             super().requires(changed, ctx)
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """Change the graph as :meth:`run` will, without training."""
-        change = self._change(graph, ctx)
-        return super().plan(graph, ctx) if change is not None and self.steps else plan_untouched(graph)
+        return plan_untouched(graph) if self._change(graph, ctx) is None else super().plan(graph, ctx)
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Change the graph, and train it towards what it was."""
@@ -119,9 +121,6 @@ class SwiftKv(TeacherOptions, TaughtPass, Pass):
         """Put trained weights in the place of the old ones; :meth:`run` records them with what else has changed."""
         for name, value in tensors.items():
             set_parameter(graph, name, value)
-
-    def _settings(self) -> Settings:
-        return super()._settings() if self.steps else replace(self, steps=1)._settings()
 
     def _change(self, graph: GraphModule, ctx: Context) -> Change | None:
         try:

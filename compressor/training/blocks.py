@@ -36,7 +36,9 @@ class TrainableBlock(TrainableGraph):
         super().__init__(stream.graph, names, device=device)
         self._segment, self._stream = segment, stream
 
-    def __call__(self, batch: Tensor, weights: Mapping[str, Tensor] | None = None) -> Outputs:
+    def __call__(
+        self, batch: Tensor, weights: Mapping[str, Tensor] | None = None, number: int | None = None
+    ) -> Outputs:
         """Run samples through the segment, one by one; with gradients, where they are enabled."""
         stream, node = self._stream, last_node(self.graph, self._segment)
         stream.interpreter = Reader(self.graph, self.values() if weights is None else weights, (), self.device)

@@ -108,9 +108,11 @@ class Training:
         for weight in weights.values():
             weight.grad = torch.zeros_like(weight)
         for part in range(settings.accumulate):
-            batch = self._batch(history.step * settings.accumulate + part)
+            number = history.step * settings.accumulate + part
+            batch = self._batch(number)
             with torch.enable_grad():
-                loss = self._objective(batch, self._model(batch), history.step) / settings.accumulate
+                outputs = self._model(batch, number=number)
+                loss = self._objective(batch, outputs, history.step) / settings.accumulate
                 loss.backward()  # type: ignore[no-untyped-call]
         self._masks.before_step(weights)
         if not math.isfinite(clip(weights, settings.clip)):

@@ -85,12 +85,15 @@ class TrainableGraph:
         self.stand_ins = make({name: self.weights.pop(name).detach() for name in names})
         self.weights |= self.stand_ins.leaves
 
-    def __call__(self, batch: Tensor, weights: Mapping[str, Tensor] | None = None) -> Outputs:
+    def __call__(
+        self, batch: Tensor, weights: Mapping[str, Tensor] | None = None, number: int | None = None
+    ) -> Outputs:
         """Run one batch from empty caches; with gradients, where they are enabled.
 
         Args:
             batch: int64 [B, S]; of a plain module its input, float32 [B, ...].
             weights: others in place of its own.
+            number: of the batch in a training, which decides what is random; None where nothing is to be.
         """
         reader = Reader(self.graph, self.values() if weights is None else weights, self.points, self.device)
         last, *_ = reader.run(*flat_inputs(self.info, batch), enable_io_processing=False)

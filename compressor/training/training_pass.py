@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import get_args
+from typing import ClassVar, get_args
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -39,8 +39,12 @@ class TrainingPass(TrainingOptions, Pass):
 
     Their options are those of :mod:`compressor.training.settings`; one that chooses what it trains itself has no
     :class:`~compressor.training.settings.WeightOptions`.
+
+    Attributes:
+        may_train_nothing: whether ``steps`` may be 0.
     """
 
+    may_train_nothing: ClassVar[bool] = False
     vectors: bool
     tables: bool
     targets: str | tuple[str, ...]
@@ -176,6 +180,8 @@ class TrainingPass(TrainingOptions, Pass):
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """Say which linears are trained: neither shapes nor bytes change."""
+        if not self.steps:
+            return plan_untouched(graph)
         sites, names = self.chosen(graph)
         trained = {site.name for site in sites}
         working = max(self._working_bytes(graph, sites, part) for part in self.parts(graph, names))
@@ -206,7 +212,8 @@ class TrainingPass(TrainingOptions, Pass):
         return 4 * 4 * max(sum(graph.get_parameter(name).numel() for name in part) for part in parts)
 
     def _settings(self) -> Settings:
-        return Settings(**{field.name: getattr(self, field.name) for field in dataclasses.fields(LoopOptions)})
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(LoopOptions)}
+        return Settings(**given | ({"steps": 1} if self.may_train_nothing and given["steps"] == 0 else {}))
 
     def chosen(self, graph: GraphModule) -> tuple[list[Site], list[str]]:
         """Return the linears, and the names of all parameters to train."""

@@ -54,10 +54,12 @@ from compressor.passes.activation_sparse import ActivationSparse
 from compressor.passes.channel_prune import ChannelPrune
 from compressor.passes.distill import Distill
 from compressor.passes.draft_heads import DraftHeads
+from compressor.passes.early_exit import EarlyExit
 from compressor.passes.embedding import Embedding
 from compressor.passes.ffn_prune import FfnPrune
 from compressor.passes.head_prune import HeadPrune
 from compressor.passes.rtn import Rtn
+from compressor.passes.skip_decode import SkipDecode
 from compressor.passes.skip_layers import SkipLayers
 from compressor.passes.swift_kv import SwiftKv
 from compressor.pipeline.context import Context
@@ -113,6 +115,8 @@ FIVE_BLOCKS = {  # the other recipes for the shipped model take its first two bl
     FULL,
     "abq_bip2a8_x86",  # the attention of one block in 2 bits costs a model of two more than 5% of its perplexity
     "skip_layers_x86",  # of two blocks, the first and the last stay
+    "skip_decode_x86",
+    "early_exit_x86",  # its exit is behind three
     "rotation_w4a8_g64_x86",  # stores vectors that no format counts: 2% of two blocks' bytes
 }
 STEPS = 4
@@ -135,6 +139,8 @@ LOSES = {
     "channel_prune_w4a16_x86": (0.3, 0.7),
     "skip_layers_x86": (1.0, 0.4),  # with hardly any training, see `load_for_test`
     "swift_kv_x86": (1.0, 0.4),  # with hardly any training, see `load_for_test`
+    "skip_decode_x86": (1.0, 0.4),
+    "early_exit_x86": (0.3, 0.6),
     "sparsegpt_w8a16_x86": (0.6, 0.6),
     "sparsegpt_w8a16_2of4_x86": (0.6, 0.6),
     "distill_blocks_w8a16_x86": (0.6, 0.6),
@@ -170,7 +176,7 @@ def packs(step: Any) -> bool:
 
 def leaves_dense(step: Any) -> bool:
     """Return whether a pass records linears that stay dense."""
-    return isinstance(step, (*REMOVE, Distill)) or not getattr(step, "pack", True)
+    return isinstance(step, (*REMOVE, Distill, EarlyExit, SkipDecode)) or not getattr(step, "pack", True)
 
 
 def is_whole(name: str) -> bool:
@@ -226,8 +232,8 @@ def load_for_test(name: str, short_reference: Path) -> Recipe:
         first = ", ".join(site.name for site in linear_sites(captured(recipe.model_source()))[:4])
         key = f"passes.{PASSES.name_of(step)}"
         overrides += [f"{key}.targets=[{first}]", f"{key}.ignore=[]"]
-    trained = (step for step in recipe.passes if isinstance(step, TrainingPass))
-    overrides += [f"passes.{PASSES.name_of(step)}.steps={STEPS}" for step in trained]
+    trained = ((i, step) for i, step in enumerate(recipe.passes) if isinstance(step, TrainingPass) and step.steps)
+    overrides += [f"passes.{i}.{PASSES.name_of(step)}.steps={STEPS}" for i, step in trained]
     return load_recipe(name, overrides)
 
 

@@ -37,6 +37,8 @@ def find_layers(graph: GraphModule, pass_name: str, part: Part, keep_first: int,
             f"{pass_name}: {packed[0].name} is packed already; put the pass before those that pack weights"
         )
     blocks, name = find_blocks(graph), graph.meta["model"].name
+    if graph.meta["model"].leaves_early:
+        raise UsageError(f"{pass_name}: tokens leave {name} early; put the pass in front of early_exit or skip_decode")
     if not blocks:
         raise UsageError(
             f"{pass_name}: {name} has no blocks: between no two of its layers one tensor alone is passed on, to which "
