@@ -109,6 +109,5 @@ class Drafts:
         token = text.choose(logits[-1])
         if token is not None:
             yield token
-        for gained in engine.rounds([text]):
-            yield from gained[0][1]
+        yield from engine.alone(text)
         return text.finish_reason or "length"

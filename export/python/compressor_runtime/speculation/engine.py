@@ -121,47 +121,59 @@ class Engine:
         self._verified: Mapping[str, int] = {}  # drafts of the round before, with their rows; empty after plain steps
 
     def rounds(self, texts: Sequence[Text]) -> Iterator[list[tuple[Text, list[int]]]]:
-        """Yield, step by step, the tokens that each text has gained, until all have ended.
+        """Yield, step by step or token by token, what each text has gained, until all have ended.
 
         Args:
             texts: each with its first token pending.
         """
         if len(texts) > self._most_rows:
             raise RequestError(f"{len(texts)} sequences at once: with drafts, at most {self._most_rows}")
-        single = self._session.batch == 1  # a step appends to all sequences alike; of several, each goes its own way
+        if self._session.batch == 1:  # a step appends to all sequences alike; of several, each goes its own way
+            for token in self.alone(texts[0]):
+                yield [(texts[0], [token])]
+            return
         while live := [text for text in texts if text.finish_reason is None]:
-            if single and not self._may_draft(live[0]):
-                yield from self._rest(live[0])
-                continue
-            parts = self._draft(live)
-            if single and not parts[0].verified.tokens:
-                yield [self._step(live[0], parts[0].drafted)]
+            yield self._verify(self._draft(live))
+
+    def alone(self, text: Text) -> Iterator[int]:
+        """Yield the tokens of a session's only text, until it has ended; see :meth:`rounds`."""
+        while text.finish_reason is None:
+            if text.left > 1 and any(self._pace.may_draft(one.name, 1, len(text.drafts)) for one in text.drafts):
+                parts = self._draft([text])
+                verifies = bool(parts[0].verified.tokens)
+                yield from self._verify(parts)[0][1] if verifies else self._step(text, parts[0].drafted)[1]
             else:
-                yield self._verify(parts)
+                yield from self._rest(text)
 
-    def _may_draft(self, text: Text) -> bool:
-        return text.left > 1 and any(self._pace.may_draft(draft.name, 1, len(text.drafts)) for draft in text.drafts)
-
-    def _rest(self, text: Text) -> Iterator[list[tuple[Text, list[int]]]]:
+    def _rest(self, text: Text) -> Iterator[int]:
         """Take a few plain steps, with next to nothing around them: on small models every microsecond counts."""
-        clock, step, counts = self._pace.clock, self._session.step, self._counts
-        most = _REST_STEPS if self._pace.knows(1) else 1
-        seconds, count = 0.0, 0
-        while count < most and text.finish_reason is None:
-            begin = clock()
-            logits = step([text.tokens[-1:]])
-            seconds += clock() - begin
-            count += 1
-            token = text.choose(logits[0, -1])
-            counts.tokens += token is not None
-            if count == 1:
-                self._slowed(seconds)
-            if count == most or text.finish_reason is not None:
-                counts.step_s += seconds
-                counts.steps += count
-                counts.rows[1] += count
-                self._pace.note(1, seconds / count, count)
-            yield [(text, [] if token is None else [token])]
+        clock, step, choose, tokens = self._pace.clock, self._session.step, text.choose, text.tokens
+        most = min(_REST_STEPS, text.left) if self._pace.knows(1) else 1
+        seconds, count, came = 0.0, 0, 0
+        try:
+            while count < most:
+                begin = clock()
+                logits = step([tokens[-1:]])
+                seconds += clock() - begin
+                count += 1
+                if count == 1 and self._verified:
+                    self._slowed(seconds)
+                if choose(logits[0, -1]) is None:
+                    break
+                came += 1
+                yield tokens[-1]
+        finally:  # also where nobody asks for more
+            self._took(seconds, count, came)
+
+    def _took(self, seconds: float, steps: int, tokens: int) -> None:
+        """Book plain steps, and the tokens that came of them."""
+        counts = self._counts
+        counts.step_s += seconds
+        counts.steps += steps
+        counts.rows[1] += steps
+        counts.tokens += tokens
+        if steps:
+            self._pace.note(1, seconds / steps, steps)
 
     def _draft(self, live: Sequence[Text]) -> list[_Round]:
         """Draft for each text, and take the likeliest of all nodes, as many as are expected to pay."""
