@@ -21,7 +21,8 @@ class Target(Protocol):
         backend: ``module:Class`` of what makes its bundles (:class:`compressor.codegen.backend.Backend`), called with
             the target and a number of threads.
 
-    One whose kernels verify drafted tokens says so in an attribute ``verifies``, which is True.
+    One whose kernels verify drafted tokens says so in an attribute ``verifies``, which is True; where its run-time does
+    not have every kind of drafts, ``drafts`` has the names of those that it has.
     """
 
     backend: ClassVar[str]

@@ -25,7 +25,8 @@ SHARD_BYTES = 16 << 20
 _ALIGNMENT_BYTES = 16
 SHIPPED: tuple[str, ...] = (
     "runner.js", "files.js", "program.js", "webgpu.js", "wasm.js", "threads.js", "worker.js", "tune.js", "sampling.js",
-    "source.js", "text.js", "runner.d.ts", "index.html", "sw.js", "vendor/tokenizers.mjs", "vendor/LICENSE-tokenizers",
+    "lookup.js", "source.js", "text.js", "runner.d.ts", "index.html", "sw.js", "vendor/tokenizers.mjs",
+    "vendor/LICENSE-tokenizers",
 )  # fmt: skip
 SHIPPED_WASM: tuple[str, ...] = (
     "runner.js",
@@ -81,10 +82,13 @@ def write_web(folder: Path, parts: WebParts) -> Written:
             _write_program(folder / "wasm" / "program.json", program)
             (folder / "wasm" / "kernels.wasm").write_bytes(module)
         places, shards = _write_shards(folder, tensors)
+    programs = [program for program in (parts.program, parts.wasm and parts.wasm[0]) if program is not None]
+    entries = ["main", *(name for name in ("encode", "verify") if any(name in program for program in programs))]
     fields = {
         "format": "compressor web bundle",
         "schema_version": SCHEMA_VERSION,
         "engines": [name for name, made in (("webgpu", parts.program), ("wasm", parts.wasm)) if made is not None],
+        **({"entries": entries} if len(entries) > 1 else {}),
         "weights": {"shards": shards, "tensors": places},
         "weight_bytes": sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()),
     }

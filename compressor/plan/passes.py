@@ -61,9 +61,15 @@ def mark_entries(graph: GraphModule, recipe: Recipe) -> None:
     """
     if recipe.speculate is None:
         return
-    if not getattr(recipe.target.build(), "verifies", False):
+    target = recipe.target.build()
+    if not getattr(target, "verifies", False):
         raise recipe.problem(
             ("speculate",), f"the target {recipe.target.name} has no kernels that verify drafted tokens; leave it out"
+        )
+    if recipe.speculate not in (kinds := getattr(target, "drafts", (recipe.speculate,))):
+        raise recipe.problem(
+            ("speculate",),
+            f"the target {recipe.target.name} has no drafts {recipe.speculate}; take {' or '.join(kinds)}",
         )
     if reason := why_no_trees(graph):
         raise recipe.problem(("speculate",), f"{graph.meta['model'].name}: {reason}; leave it out")

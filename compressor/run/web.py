@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch.fx import GraphModule
 
 from compressor.codegen.backend import Check, DumpPhase, Written
+from compressor.codegen.isa import INDEPENDENT_ROWS
 from compressor.codegen.lowering.experts.stack import as_lowered
 from compressor.codegen.lowering.importer import check_operators
 from compressor.codegen.targets.webgpu import Webgpu
@@ -36,6 +37,7 @@ from compressor.verify.smoke import worst_error
 _SERVED = ("decoder", "encoder", "seq2seq")
 _KERNEL_BYTES, _KERNELS, _STEP_BYTES = 6000, 10, 60  # fitted; sources are repeated for one token and for several
 _WASM_KERNEL_BYTES, _WASM_BYTES = 24_000, 40_000  # of linears, and the rest
+_VERIFY_BYTES, _WASM_STEP_BYTES = 8_000, 60  # attention of trees, and the second program's steps
 
 
 class WebBackend:
@@ -79,9 +81,15 @@ class WebBackend:
                 f"{info.name}: the target webgpu serves decoders, encoders and encoder-decoders of text, this is "
                 f"{unserved}; take the target x86, or wasm for images"
             )
-        if info.speculates:
+        if info.speculates and not self._target.wasm:
             raise UsageError(
-                f"{info.name}: the target webgpu has no kernels for drafted tokens (`speculate`); take the target x86"
+                f"{info.name}: the target webgpu without WebAssembly has no kernels for drafted tokens (`speculate`); "
+                "leave `wasm: false` out, or take the target x86"
+            )
+        if info.speculates and info.draft_heads:
+            raise UsageError(
+                f"{info.name}: browsers have no drafts by heads; leave `draft_heads` or `speculate` out, or take the "
+                "target x86"
             )
         if reason := why_unsupported(graph):
             raise UsageError(reason)
@@ -93,6 +101,8 @@ class WebBackend:
         linears = len(linear_kernels(graph))
         program = _KERNEL_BYTES * (linears + _KERNELS) + _STEP_BYTES * len(graph.graph.nodes)
         program += (_WASM_BYTES + _WASM_KERNEL_BYTES * linears) if self._target.wasm else 0
+        if graph.meta["model"].speculates:
+            program += _VERIFY_BYTES + _WASM_STEP_BYTES * len(graph.graph.nodes)
         parameters = sum(1 for _ in graph.parameters())
         files = files_bytes(shipped, graph.meta["model"])
         return weight_bytes(graph) + files + program + MANIFEST_BYTES + SITE_BYTES * parameters
@@ -107,6 +117,8 @@ class WebBackend:
             )
         self.check(graph)  # once more: a pass that plans nothing may have left what is not served
         self._program = compile_program(graph, self._target.tvm_target(self._target.resolve()), dump(None))
+        if graph.meta["model"].speculates:
+            self.notes.append("speculate: drafted tokens are verified in WebAssembly; WebGPU takes plain steps")
         if self._target.wasm:
             self._wasm = compile_wasm(graph, SIMD128, dump(SIMD128))
         if self.runs_here:
@@ -158,8 +170,14 @@ class WebBackend:
             prompt, session = int(stored["prompt"][0]), bundle.session(*ids.shape, *source)
             parts = [ids[:, :prompt], *(ids[:, [i]] for i in range(prompt, ids.shape[1]))]
             found = np.concatenate([session.step(part, np.arange(part.shape[1])) for part in parts], axis=1)
-        errors = output_errors(found.reshape(-1, found.shape[-1]).astype(np.float64), stored, 0)
-        return worst_error(errors, float(stored["tolerance"][0]))
+        tables = [found]
+        if bundle.verifies:  # the same tokens as drafts, a chain of each sequence after another
+            chains, count = bundle.session(*ids.shape), max(1, INDEPENDENT_ROWS // len(ids))
+            parts = np.split(ids, range(count, ids.shape[1], count), axis=1)
+            tables.append(np.concatenate([chains.verify(part) for part in parts], axis=1))
+        tolerance = float(stored["tolerance"][0])
+        rows = [table.reshape(-1, table.shape[-1]).astype(np.float64) for table in tables]
+        return max(worst_error(output_errors(table, stored, 0), tolerance) for table in rows)
 
     def _evaluator(self) -> Engine:
         """Choose the engine of evaluations: a software adapter is much slower than WebAssembly, which computes the same

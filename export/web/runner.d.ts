@@ -37,10 +37,29 @@ export interface GenerateOptions {
   topP?: number;
   /** Makes sampling repeatable. */
   seed?: number;
+  /** `lookup` drafts tokens from the text itself, and verifies several in one step where that is expected to be faster; the
+      text is the same. `off` does not. Default: as the bundle's recipe says, where `Model.verifies`. */
+  speculate?: "lookup" | "off";
+  /** Called when a text begins that is drafted; the object is kept up to date. */
+  onSpeculation?: (counts: Speculation) => void;
   /** Ends the text after the current token. */
   signal?: AbortSignal;
   /** Go on with this sequence (not of an encoder-decoder); otherwise one is made for this call, and given back after it. */
   session?: Session;
+}
+
+/** What drafts did for a text: acceptance is `accepted / drafted`, and a verification gives one token and those accepted. */
+export interface Speculation {
+  readonly kind: "lookup";
+  readonly verifications: number;
+  readonly drafted: number;
+  readonly accepted: number;
+  /** Without a draft. */
+  readonly steps: number;
+  /** But the first, which the prompt's own step gives. */
+  readonly tokens: number;
+  /** Of drafts, steps and verifications. */
+  readonly ms: number;
 }
 
 export interface Tokenizer {
@@ -58,6 +77,8 @@ export class Model {
   readonly adapter: string;
   /** What linears multiply floats in. */
   readonly precision: "f32" | "f16";
+  /** Whether there are kernels here that verify drafted tokens: in WebAssembly, if the recipe says `speculate`. */
+  readonly verifies: boolean;
   /** Why WebAssembly computes in place of WebGPU, in words. */
   readonly fallback?: string;
   tokenizer(): Promise<Tokenizer>;
@@ -117,6 +138,11 @@ export class Session {
   /** Take tokens; what one of the `count` likeliest tokens after them is drawn from: token and logit of each of these and
       perhaps more, found where they were computed; or all logits, where `count` is 0 or too large for that. */
   candidates(ids: number[], count: number): Promise<Float32Array | [number, number][]>;
+  /** Logits after each of up to 32 tokens [tokens, vocab_size], as single steps give them, to the bit; none is appended. Where
+      `Model.verifies`. */
+  verify(ids: number[]): Promise<Float32Array>;
+  /** Append the first `count` of the tokens that were just verified, or the next of them. */
+  accept(count: number): void;
   destroy(): void;
 }
 

@@ -2,10 +2,11 @@
 // A program is data (docs/web.md).  Engines run it: webgpu.js, or wasm.js where there is no WebGPU.
 
 import { readFile, readManifest, readShard } from "./files.js";
-import { BundleError, cachesOf, checkedNumber, evaluate } from "./program.js";
+import { BundleError, cachesOf, checkedNumber, entryOf, evaluate } from "./program.js";
 
 export { BundleError };
 
+const MOST_VERIFIED = 32; // tokens: of so many no row's bits depend on others
 const PROMPT_PART = 128; // tokens of a prompt that are computed at once: scratch buffers are as large as that needs
 
 /** Load the bundle at `url`. See runner.d.ts for the options. */
@@ -70,6 +71,7 @@ export class Model {
     this.adapter = engine.adapter;
     this.precision = engine.precision;
     this.turn = Promise.resolve();
+    this.verifies = Boolean(engine.program.verify);
   }
 
   /** The tokenizer, loaded at the first call: `encode(text).ids`, `decode(ids)`. */
@@ -180,7 +182,7 @@ export class Model {
   }
 
   /** Continue token ids; yields token ids. */
-  async *generateIds(prompt, { maxTokens = 64, temperature = 0, topK = 0, topP = 1, seed, signal, session } = {}) {
+  async *generateIds(prompt, { maxTokens = 64, temperature = 0, topK = 0, topP = 1, seed, speculate, onSpeculation, signal, session } = {}) {
     const facts = this.info.encoder_source; // how an encoder-decoder's decoder begins and ends: it reads the prompt
     const given = prompt.length || this.info.bos_id == null ? [...prompt] : [this.info.bos_id];
     const ids = facts?.start_ids ?? given;
@@ -192,6 +194,7 @@ export class Model {
     checkedNumber("topK", topK, 0);
     checkedNumber("topP", topP, Number.MIN_VALUE, 1, true);
     if (seed !== undefined) checkedNumber("seed", seed, 0);
+    const isDrafted = this.drafts(speculate);
     const own = session ?? await this.session(Math.min(this.context, ids.length + maxTokens), facts && given);
     try {
       const { generator, sample } = temperature > 0 ? await import("./sampling.js") : {};
@@ -199,21 +202,56 @@ export class Model {
       const room = own.capacity - own.position;
       if (ids.length > room) throw new BundleError("request", `a prompt of ${ids.length} tokens, there is room for ${room}`);
       const most = Math.min(maxTokens, room - ids.length + 1);
+      const ends = this.info.eos_ids;
+      const drafts = isDrafted ? new (await import("./lookup.js")).Drafts(this, ids, ends) : undefined;
+      if (drafts) onSpeculation?.(drafts.counts);
+      const pick = (logits) => temperature > 0 ? sample(logits, temperature, topK, topP, random)
+        : logits.indexOf(logits.reduce((a, b) => Math.max(a, b)));
       let next = ids;
       for (let count = 0; count < most && !signal?.aborted; count++) {
         if (facts?.forced_eos_id != null && count === maxTokens - 1) return; // the end has the last token's place
+        const guesses = count && drafts?.draft(most - count - 1);
+        if (guesses?.length) {
+          const width = this.info.vocab_size;
+          const logits = await own.verify([...next, ...guesses]);
+          const came = [];
+          do came.push(pick(logits.subarray(came.length * width, (came.length + 1) * width)));
+          while (came.at(-1) === guesses[came.length - 1]);
+          drafts.learn(guesses.length, came, own.ms);
+          for (const id of came) {
+            own.accept(1); // what the token was chosen after
+            if (ends.includes(id)) return;
+            yield id;
+            if (signal?.aborted) return;
+          }
+          next = came.slice(-1);
+          count += came.length - 1;
+          continue;
+        }
         const banned = facts ? [...facts.suppressed_ids, ...count ? [] : facts.first_suppressed_ids] : [];
         const some = temperature > 0 || banned.length ? await own.candidates(next, banned.length ? 0 : topK) : undefined;
         for (const id of banned) some[id] = -Infinity;
-        const id = temperature > 0 ? sample(some, temperature, topK, topP, random)
-          : some ? some.indexOf(some.reduce((a, b) => Math.max(a, b))) : await own.likeliest(next);
-        if (this.info.eos_ids.includes(id)) return;
+        const id = some ? pick(some) : await own.likeliest(next);
+        if (count) drafts?.learn(0, [id], own.ms);
+        else drafts?.begin([id], own.ms);
+        if (ends.includes(id)) return;
         yield id;
         next = [id];
       }
     } finally {
       if (!session) own.destroy();
     }
+  }
+
+  /** Whether a text is to be drafted: as the recipe says, or a call. */
+  drafts(speculate) {
+    if (speculate === undefined) return this.verifies && Boolean(this.info.speculate);
+    if (!["lookup", "off"].includes(speculate)) throw new BundleError("request", `speculate ${speculate}: give "lookup" or "off"`);
+    if (speculate === "lookup" && !this.verifies) {
+      throw new BundleError("request", "speculate lookup: there are no kernels here that verify drafted tokens; make the " +
+        "bundle with `speculate: lookup` in its recipe, and load it with `device: \"wasm\"`");
+    }
+    return speculate === "lookup";
   }
 
   /** Find the constants with which kernels are fastest on this device; see runner.d.ts. */
@@ -240,6 +278,8 @@ export class Model {
 export class Session {
   #position = 0;
   #stored = 0; // tokens whose keys and values are there
+  #verified = 0; // tokens behind the position that may be accepted
+  ms = 0; // that the last call took
 
   constructor(model, capacity, state, inputs = {}, sizes = {}) { // of a source
     Object.assign(this, { model, capacity, state, inputs, sizes });
@@ -252,6 +292,7 @@ export class Session {
 
   set position(value) {
     this.#position = checkedNumber("position", value, 0, this.#stored);
+    this.#verified = 0;
   }
 
   /** Logits of the last of `ids`: Float32Array. */
@@ -273,15 +314,49 @@ export class Session {
     return this.advance(ids, "top_k", () => engine.likeliest(this.state, info.vocab_size), count);
   }
 
+  /** Logits after each of `ids`, a chain of drafted tokens, one after another: Float32Array. None is appended. */
+  verify(ids) {
+    const { engine, info, verifies } = this.model;
+    if (!verifies) throw new BundleError("request", "there are no kernels here that verify drafted tokens");
+    checkedNumber("tokens to verify", ids.length, 1, MOST_VERIFIED);
+    this.model.checked(ids);
+    return this.model.exclusively(async () => {
+      this.checkRoom(ids.length);
+      const began = performance.now();
+      const keep = ids.map((_, i) => i);
+      const row = keep.map((i) => this.position + i);
+      const inputs = { ids, position: row, keep, parent: keep.map((i) => i - 1), slot: keep.map(() => 0), row };
+      const entry = entryOf(engine, "verify");
+      this.chain ??= { buffers: this.state.buffers, plans: new Map() };
+      await entry.run(this.chain, inputs, { B: 1, S: ids.length, R: ids.length, T: this.capacity });
+      const logits = await entry.output(this.chain, ids.length * info.vocab_size);
+      this.#verified = ids.length;
+      this.ms = performance.now() - began;
+      return logits;
+    });
+  }
+
+  /** Append the first `count` of the tokens that were just verified, or the next of them. */
+  accept(count) {
+    checkedNumber("tokens to accept", count, 0, this.#verified);
+    this.#verified -= count;
+    this.#stored = this.#position += count;
+  }
+
+  checkRoom(count) {
+    if (this.position + count > this.capacity) {
+      throw new BundleError("request", `${this.position} + ${count} tokens; the session has room for ${this.capacity}`);
+    }
+  }
+
   /** Compute tokens, in parts, move on, and read what came of it. */
   advance(ids, pick, read, count = 0) {
     if (!ids.length) throw new BundleError("request", "no tokens; give at least one");
     this.model.checked(ids);
     return this.model.exclusively(async () => {
-      if (this.position + ids.length > this.capacity) {
-        throw new BundleError("request", `${this.position} + ${ids.length} tokens; the session has room for ` +
-          `${this.capacity}`);
-      }
+      this.checkRoom(ids.length);
+      const began = performance.now();
+      this.#verified = 0;
       for (let i = 0; i < ids.length; i += PROMPT_PART) {
         const part = Array.from(ids.slice(i, i + PROMPT_PART));
         const position = part.map((_, j) => this.position + j);
@@ -290,7 +365,9 @@ export class Session {
         await this.model.engine.run(this.state, inputs, sizes, i + PROMPT_PART < ids.length ? "" : pick);
         this.#stored = this.#position += part.length;
       }
-      return read();
+      const found = await read();
+      this.ms = performance.now() - began;
+      return found;
     });
   }
 

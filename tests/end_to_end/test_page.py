@@ -135,9 +135,11 @@ def test_a_browser_without_webgpu_takes_webassembly_and_says_so(
     said = page.inner_text("#fallback")
     assert "WebAssembly, not on a graphics processor: this browser has no WebGPU here" in said
     assert "WebAssembly on one processor core" in page.inner_text("#facts")
+    assert page.is_visible("#drafts") and page.is_checked("#drafts")
     page.fill("#tokens", "8")
     page.click("#go")
     page.wait_for_function("document.getElementById('speed').textContent.includes('tokens/s')")
+    assert "draft" in page.inner_text("#speed")
     assert page.inner_text("#text").startswith("Return the")
 
 

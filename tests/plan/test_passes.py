@@ -100,10 +100,17 @@ def test_a_target_that_does_not_serve_the_model_is_named_with_its_line(tmp_path:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("target", ["webgpu", "wasm", "cuda", "null"])
-def test_drafts_where_no_kernel_verifies_them(target: str) -> None:
+@pytest.mark.parametrize("target", [{"webgpu": {"wasm": False}}, "wasm", "cuda", "null"])
+def test_drafts_where_no_kernel_verifies_them(target: Any) -> None:
     recipe = compressor.Recipe.from_dict({"speculate": "lookup", "target": target, "passes": []})
-    with pytest.raises(RecipeError, match=f"speculate: the target {target} has no kernels that verify drafted tokens"):
+    name = next(iter(target)) if isinstance(target, dict) else target
+    with pytest.raises(RecipeError, match=f"speculate: the target {name} has no kernels that verify drafted tokens"):
+        mark_entries(GraphModule({}, Graph()), recipe)
+
+
+def test_drafts_that_a_run_time_lacks() -> None:
+    recipe = compressor.Recipe.from_dict({"speculate": "recycle", "target": "webgpu", "passes": []})
+    with pytest.raises(RecipeError, match="the target webgpu has no drafts recycle; take lookup or auto"):
         mark_entries(GraphModule({}, Graph()), recipe)
 
 

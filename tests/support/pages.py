@@ -34,7 +34,7 @@ def made(
     require_tool: Callable[[str], Path],
     short_reference: Path,
 ) -> tuple[Path, GraphModule]:
-    """Return the bundle that the shipped recipe makes of the shipped model's first blocks, and the lowered graph."""
+    """Return the bundle, with drafts, that the shipped recipe makes of the first blocks, and the lowered graph."""
     require_tool("wasm-ld")
     graphs: list[GraphModule] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -45,7 +45,7 @@ def made(
             return lower(graph, *arguments)
 
         patch.setattr(run_web, "compile_program", keep)
-        options = ["evaluation.tokens=1024", f"model={short_reference}"]
+        options = ["evaluation.tokens=1024", f"model={short_reference}", "speculate=lookup"]
         recipe = load_recipe(resource("recipes") / "quickstart_webgpu.yaml", options)
         outcome = run_recipe(recipe, tmp_path_factory.mktemp("web") / "bundle")
     assert outcome.kernel_error is not None and outcome.kernel_error < 1e-4

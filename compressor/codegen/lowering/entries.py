@@ -28,7 +28,7 @@ read by the rest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,9 +69,11 @@ class Entry:
         return self.results if self.caches else None
 
 
-def entries(graph: GraphModule) -> list[Entry]:
+def entries(graph: GraphModule, only: Collection[str] | None = None) -> list[Entry]:
     """Export the programs of a captured graph, ``main`` last.
 
+    Args:
+        only: of the entries that draft and verify tokens those that the target has kernels for; None for all.
     Raises:
         VerificationError: the halves of an encoder-decoder share more than tensors, or tokens are to be verified of a
             model whose tokens cannot be.
@@ -80,7 +82,7 @@ def entries(graph: GraphModule) -> list[Entry]:
     if info.pair is not None:
         return _of_pair(graph, info)
     if info.kind != "seq2seq":
-        return [*_of_drafts(graph, info), Entry("main", reexport(without_heads(graph)), info.kind == "decoder")]
+        return [*_of_drafts(graph, info, only), Entry("main", reexport(without_heads(graph)), info.kind == "decoder")]
     encoder, decoder = split(graph)
     return [
         Entry(name, export_program(half, *_call(half, info), info.name), caches)
@@ -88,11 +90,13 @@ def entries(graph: GraphModule) -> list[Entry]:
     ]
 
 
-def _of_drafts(graph: GraphModule, info: ModelInfo) -> list[Entry]:
+def _of_drafts(graph: GraphModule, info: ModelInfo, only: Collection[str] | None) -> list[Entry]:
     """Export what drafts and verifies tokens, if a model's library is to do so."""
-    if not info.speculates:
+    if not info.speculates or (only is not None and "verify" not in only):
         return []
     plain = without_heads(graph)
+    if only is not None:
+        return [Entry("verify", _verification(plain, info), True)]
     planes = [Entry(PLANES, _verification(upper_graph(plain), info), True)] if has_planes(plain) else []
     if not info.draft_heads:
         return [Entry("verify", _verification(graph, info), True), *planes]

@@ -24,8 +24,15 @@ class Webgpu:
     """
 
     backend: ClassVar[str] = "compressor.run.web:WebBackend"
+    drafts: ClassVar[tuple[str, ...]] = ("lookup", "auto")
+    """Kinds of drafts that the run-time has."""
 
     wasm: bool = True
+
+    @property
+    def verifies(self) -> bool:
+        """Return whether the bundle can verify drafted tokens, for which there are kernels in WebAssembly alone."""
+        return self.wasm
 
     def resolve(self) -> Isa:
         """WGSL is the same everywhere."""

@@ -69,7 +69,7 @@ class WasmProgram:
         self._taken: dict[int, int] = {}  # address -> bytes
         self._tasks = self.upload(np.array([0, _TASKS], np.int32))
         self._tensors = {name: self.upload(array) for name, array in tensors.items()}
-        self._scratch: dict[str, dict[int, tuple[int, int]]] = {"main": {}, "encode": {}}  # number -> address and bytes
+        self._scratch: dict[str, dict[int, tuple[int, int]]] = {}  # of an entry: number -> address and bytes
 
     def empty(self, size_bytes: int) -> int:
         """Allocate a buffer of zeros and return its address."""
@@ -112,9 +112,12 @@ class WasmProgram:
         size_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return np.frombuffer(ctypes.string_at(self._at(address), size_bytes), dtype).reshape(shape).copy()
 
-    def run(self, inputs: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-        """Run all steps on buffers by the inputs' names and return the output's buffer, which the next run reuses."""
-        return self._run("main", self.content, [self.content["output"]], inputs, sizes)[0]
+    def run(self, inputs: Mapping[str, int], sizes: Mapping[str, int], entry: str = "main") -> int:
+        """Run all steps of an entry on buffers by the inputs' names and return the output's buffer, which the next run
+        of it reuses.
+        """
+        program = self.content if entry == "main" else self.content[entry]
+        return self._run(entry, program, [program["output"]], inputs, sizes)[0]
 
     def encode(self, inputs: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
         """Run the steps of ``encode``, and return copies of its outputs' buffers, by name."""
@@ -133,7 +136,7 @@ class WasmProgram:
         sizes: Mapping[str, int],
     ) -> list[int]:
         """Run the steps of an entry, and return the addresses of its outputs."""
-        scratch = self._scratch[name]
+        scratch = self._scratch.setdefault(name, {})
         for number, size in enumerate(entry["scratch"]):
             wanted = evaluate(size, sizes)
             if scratch.get(number, (0, -1))[1] < wanted:

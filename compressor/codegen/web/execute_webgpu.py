@@ -201,7 +201,7 @@ class GpuProgram:
     def __init__(self, content: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]], *, half: bool = False) -> None:
         self.content, self._pipelines = content, Pipelines(content["kernels"], half=half)
         self._tensors = {name: buffer_of(array) for name, array in tensors.items()}
-        self._scratch: dict[str, dict[int, Any]] = {"main": {}, "encode": {}}
+        self._scratch: dict[str, dict[int, Any]] = {}
 
     empty, upload, read = staticmethod(empty_buffer), staticmethod(buffer_of), staticmethod(read_buffer)
 
@@ -209,9 +209,12 @@ class GpuProgram:
         """Free a buffer."""
         buffer.destroy()
 
-    def run(self, inputs: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
-        """Run all steps on buffers by the inputs' names and return the output's buffer, which the next run reuses."""
-        return self._run("main", self.content, [self.content["output"]], inputs, sizes)[0]
+    def run(self, inputs: Mapping[str, Any], sizes: Mapping[str, int], entry: str = "main") -> Any:
+        """Run all steps of an entry on buffers by the inputs' names and return the output's buffer, which the next run
+        of it reuses.
+        """
+        program = self.content if entry == "main" else self.content[entry]
+        return self._run(entry, program, [program["output"]], inputs, sizes)[0]
 
     def encode(self, inputs: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
         """Run the steps of ``encode``, and return copies of its outputs' buffers, by name."""
@@ -230,7 +233,7 @@ class GpuProgram:
         sizes: Mapping[str, int],
     ) -> list[Any]:
         """Run the steps of an entry, and return the buffers of its outputs."""
-        scratch = self._scratch[name]
+        scratch = self._scratch.setdefault(name, {})
         for number, size in enumerate(entry["scratch"]):
             size_bytes = evaluate(size, sizes)
             if number not in scratch or scratch[number].size < size_bytes:

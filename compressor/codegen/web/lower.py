@@ -17,7 +17,7 @@ from compressor.codegen.isa import Isa
 from compressor.codegen.lowering.converters.converter import Converter
 from compressor.codegen.lowering.convolutions import fuse_convolutions
 from compressor.codegen.lowering.elementwise import ScheduleElementwise
-from compressor.codegen.lowering.entries import entries
+from compressor.codegen.lowering.entries import Entry, entries
 from compressor.codegen.lowering.fusion import fuse
 from compressor.codegen.lowering.importer import Importer, import_program, renamed_main
 from compressor.codegen.lowering.kernel_set import cpu_kernels
@@ -50,7 +50,7 @@ class WebProgram:
 
     Attributes:
         content: inputs, output, scratch buffers, kernels and steps, as plain data; see docs/web.md.  Of an
-            encoder-decoder, ``encode`` has those of the encoder.
+            encoder-decoder, ``encode`` has those of the encoder; ``verify`` those that verify drafted tokens.
         parameters: names of the parameters, in order of first use.
         constants: arrays that the program itself holds, by name.
         kernels: one record per kernel for the manifest: name, family, format.
@@ -89,7 +89,8 @@ def compile_program(
     """
     converter = WebConverter()
     info = graph.meta["model"]
-    mod, named, activations, _ = _import(graph, converter, _NarrowImporter, _make_narrow)
+    made = entries(graph, only=())  # there are no kernels in WGSL that verify drafted tokens
+    mod, named, activations, _ = _import(made, converter, _NarrowImporter, _make_narrow)
     with target:
         mod = run_phases(mod, web_phases(), converter.smallest_packed, activations, dump)
     for entry, names in named.items():
@@ -132,7 +133,7 @@ def compile_wasm(
     converter = Converter(cpu_kernels(isa), Tuner("off", 1, None, isa.name))
     target = wasm_target(isa)
     module = WasmModule(isa)
-    mod, named, activations, outcomes = _import(graph, converter, Importer, _fuse)
+    mod, named, activations, outcomes = _import(entries(graph, only=("verify",)), converter, Importer, _fuse)
     if dump is not None:
         dump("fuse", listing(outcomes))
     with target:
@@ -148,7 +149,7 @@ def compile_wasm(
 
 
 def _import(
-    graph: GraphModule,
+    given: Sequence[Entry],
     converter: Converter | WebConverter,
     importer: type[Importer],
     prepare: Callable[[torch.fx.Graph], Sequence[Outcome] | None],
@@ -156,13 +157,14 @@ def _import(
     """Import a graph's entries into one module.
 
     Args:
+        given: the entries, ``main`` last.
         prepare: changes the graph of an entry beforehand.
     Returns:
         The module, the names of the parameters of each entry, ``main`` last, the numbers of elements of values of fixed
         shape, and what ``prepare`` gave.
     """
     named, activations, outcomes, mod = dict[str, list[str]](), set[int](), list[Outcome](), None
-    for entry in entries(graph):
+    for entry in given:
         activations |= fixed_sizes(entry.program)
         outcomes += prepare(entry.program.graph) or ()
         mod, named[entry.name] = import_program(entry.program, converter.table(), importer(entry.returned, mod))
@@ -221,8 +223,9 @@ def _write(
         }
         references += [b for step in writer.steps for b in step["buffers"]]
     content = written.pop("main")
-    ((content["output"], content["output_shape"]),) = (tuple(out.values()) for out in content.pop("outputs"))
-    for other in written.values():  # what it computes are the last inputs of main
+    for one in (content, *(written[name] for name in written if name == "verify")):
+        ((one["output"], one["output_shape"]),) = (tuple(out.values()) for out in one.pop("outputs"))
+    for other in (written[name] for name in written if name == "encode"):  # it computes the last inputs of main
         count = len(other["outputs"])
         for out, target in zip(other["outputs"], content["inputs"][-count:], strict=True):
             out["name"] = target["name"]

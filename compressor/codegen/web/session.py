@@ -34,8 +34,8 @@ class Program(Protocol):
     def read(self, buffer: Any, dtype: str, shape: Sequence[int]) -> NDArray[Any]:
         """Return a copy of a buffer's content as an array."""
 
-    def run(self, inputs: Mapping[str, Any], sizes: Mapping[str, int]) -> Any:
-        """Run all steps on buffers by the inputs' names and return the output's buffer."""
+    def run(self, inputs: Mapping[str, Any], sizes: Mapping[str, int], entry: str = "main") -> Any:
+        """Run all steps of an entry on buffers by the inputs' names and return the output's buffer."""
 
     def encode(self, inputs: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
         """Run the steps of ``encode``, and return copies of its outputs' buffers, by name."""
@@ -66,6 +66,11 @@ class WebBundle:
     def reads_source(self) -> bool:
         """Tell whether it is an encoder-decoder."""
         return "encode" in self._program.content
+
+    @property
+    def verifies(self) -> bool:
+        """Tell whether the program has kernels that verify drafted tokens."""
+        return "verify" in self._program.content
 
     def encode(self, ids: NDArray[Any], mask: NDArray[Any]) -> NDArray[np.float32]:
         """Return an encoder's last hidden state float32 [B, S, H] for ids and mask [B, S]."""
@@ -151,6 +156,24 @@ class Session:
         sizes = {"B": self._batch, "S": count, "R": len(kept), "T": self._capacity, **self._source_sizes}
         self.position += count
         return _outputs(self._program, inputs, {**self._caches, **self._memory}, sizes)
+
+    def verify(self, ids: NDArray[Any]) -> NDArray[np.float32]:
+        """Append tokens [B, S] as chains of drafts that are accepted; return the logits float32 [B, S, V]."""
+        batch, count = ids.shape
+        order, own = np.arange(batch * count), np.tile(np.arange(count), batch)
+        at = self.position + own
+        given = {"ids": ids.reshape(1, -1), "position": at, "keep": order, "row": at}
+        given |= {"parent": np.where(own > 0, order - 1, -1), "slot": order // count}
+        types = {x["name"]: x["dtype"] for x in self._program.content["verify"]["inputs"]}
+        inputs = {name: self._program.upload(x.astype(types[name])) for name, x in given.items()}
+        sizes = {"B": batch, "S": batch * count, "R": batch * count, "T": self._capacity}
+        out = self._program.run({**inputs, **self._caches}, sizes, "verify")
+        shape = [evaluate(n, sizes) for n in self._program.content["verify"]["output_shape"]]
+        found = self._program.read(out, "float32", shape)
+        for buffer in inputs.values():
+            self._program.free(buffer)
+        self.position += count
+        return found.reshape(batch, count, -1)
 
     def close(self) -> None:
         """Free the memory of the caches and of the source."""

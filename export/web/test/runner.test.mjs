@@ -10,6 +10,7 @@ import { describe, test } from "node:test";
 
 import { BundleError, load } from "compressor-web";
 
+import { Drafts, Index, Pace } from "../lookup.js";
 import { bytesOf, evaluate, sha256 } from "../program.js";
 import { generator, sample } from "../sampling.js";
 import { TextStream } from "../text.js";
@@ -157,6 +158,133 @@ describe("text", () => {
   test("after a prompt only what is new is told", () => {
     const stream = new TextStream(tokenizer, [72]);
     assert.equal(stream.push(105), "i");
+  });
+});
+
+describe("drafts", () => {
+  /** A pace with a step of 10 ms, and verifications of so many ms by their rows. */
+  const paced = (sizes) => {
+    const pace = new Pace();
+    for (const [rows, ms] of [[1, 10], [1, 10], ...sizes]) pace.note(rows, ms);
+    return pace;
+  };
+
+  test("are the longest earlier match, the latest of equal ones, as a search finds it", () => {
+    let state = 7;
+    const random = (n) => (state = (state * 48271) % 2147483647) % n;
+    const text = [], index = new Index();
+    for (let i = 0; i < 400; i++) {
+      text.push(random(i < 200 ? 3 : 40));
+      index.append(text.slice(-1));
+      const ends = [...text.keys()].slice(2); // places that follow something
+      const agreeing = (place) => {
+        let n = 0;
+        while (n < 8 && n < place && text[place - 1 - n] === text[text.length - 1 - n]) n++;
+        return n;
+      };
+      const near = ends.filter((place) => agreeing(place) >= 2).slice(-16);
+      const most = Math.max(0, ...near.map(agreeing));
+      const expected = most ? { agreeing: most, place: near.findLast((place) => agreeing(place) === most) } : { agreeing: 0, place: 0 };
+      assert.deepEqual(index.longest(), expected, String(i));
+    }
+    assert.deepEqual([0, 1, 2, 3].map((offset) => index.at(398, offset)), [text[398], text[399], text[398], text[399]]);
+  });
+
+  test("are as long as promises most tokens a second", () => {
+    assert.equal(paced([[2, 20], [3, 30]]).choose([0.9, 0.8, 0.7]), 0);
+    assert.equal(paced([[2, 10], [4, 10]]).choose([0.9, 0.8, 0.7, 0.6]), 4);
+    assert.equal(paced([[2, 12], [4, 40]]).choose([0.9, 0.8, 0.7]), 1);
+    assert.equal(paced([]).choose(Array(15).fill(0.9)), 3); // unknown sizes are tried with few rows
+    assert.equal(new Pace().mayDraft(), false); // nothing was measured
+  });
+
+  test("sleep where they cost more than they gain, and wake with time", () => {
+    const pace = paced([]);
+    assert(pace.mayDraft());
+    pace.settle(35, 0); // 25 ms lost, of which two steps are allowed
+    assert(!pace.mayDraft());
+    pace.wait(2000);
+    assert(pace.mayDraft());
+    const drafts = new Drafts({ drafting: { pace: paced([[2, 10]]), acceptance: { chance: () => 0.9 } } }, [5, 6, 7, 5, 6], [7]);
+    assert.deepEqual(drafts.draft(4), []); // an end needs no row
+  });
+
+  test("do not change texts", { skip: bundle ? false : "COMPRESSOR_BUNDLE is not set" }, async (t) => {
+    const model = await load(bundle, { device: "wasm", threads: 1 });
+    assert(model.verifies);
+    const code = (await model.tokenizer()).encode("def add(a, b):\n    return a + b\n\ndef add(a, b):\n").ids;
+    const run = async (options, position) => {
+      const ids = [], session = await model.session(200);
+      let counts;
+      const given = { maxTokens: 60, session, onSpeculation: (now) => { counts = now; }, ...options };
+      for await (const id of model.generateIds(code, given)) {
+        ids.push(id);
+        if (ids.length === position) break;
+      }
+      const end = session.position;
+      const logits = await session.logits([5]); // keys and values are those of plain steps
+      session.destroy();
+      return [{ ids, end, logits }, counts];
+    };
+    // Once there is a step to compare with, every draft is verified, whether it pays or not.
+    t.mock.method(Pace.prototype, "mayDraft", function () { return this.sizes.has(1); });
+    t.mock.method(Pace.prototype, "choose", (chances) => chances.length);
+    t.mock.method(Pace.prototype, "leastChance", () => 0.02);
+    const eos = model.info.eos_ids, all = [];
+    for (const options of [{}, { temperature: 0.6, topK: 20, topP: 0.9, seed: 4 }]) {
+      const [plain] = await run({ ...options, speculate: "off" });
+      const [drafted, counts] = await run(options);
+      assert.deepEqual(drafted, plain);
+      all.push(counts);
+      assert.equal(counts.tokens, counts.steps + counts.verifications + counts.accepted);
+      assert.equal(counts.tokens, 59);
+      for (let length = 1; length < 40; length += 5) { // also inside accepted runs
+        const some = { ...options, maxTokens: length };
+        assert.deepEqual((await run(some))[0], (await run({ ...some, speculate: "off" }))[0]);
+        assert.deepEqual((await run(options, length))[0], (await run({ ...options, speculate: "off" }, length))[0]);
+        const stop = new AbortController(), ids = [];
+        for await (const id of model.generateIds(code, { ...options, maxTokens: 60, signal: stop.signal })) {
+          if (ids.push(id) === length) stop.abort();
+        }
+        assert.deepEqual(ids, plain.ids.slice(0, length));
+        model.info.eos_ids = [plain.ids[length]];
+        assert.deepEqual((await run(options))[0], (await run({ ...options, speculate: "off" }))[0]);
+        model.info.eos_ids = eos;
+      }
+    }
+    const sum = (what) => all.reduce((total, counts) => total + counts[what], 0);
+    assert(sum("accepted") > 10 && sum("accepted") < sum("drafted") && sum("verifications") > 3, JSON.stringify(all));
+    t.mock.restoreAll();
+    assert.deepEqual((await run({}))[0], (await run({ speculate: "off" }))[0]);
+    await assert.rejects(model.generateIds([1], { speculate: "recycle" }).next(), { code: "request", message: /give "lookup" or "off"/ });
+    model.verifies = false;
+    await assert.rejects(model.generateIds([1], { speculate: "lookup" }).next(), { code: "request", message: /in its recipe/ });
+    model.destroy();
+  });
+
+  test("have the bits of single steps", { skip: bundle ? false : "COMPRESSOR_BUNDLE is not set" }, async () => {
+    for (const threads of [1, 3]) {
+      const model = await load(bundle, { device: "wasm", threads });
+      const session = await model.session(40);
+      await session.logits([1, 403, 263, 77, 5]);
+      const ids = Array.from({ length: 32 }, (_, i) => 3 + (i * 37) % 2000);
+      const bits = (logits) => Buffer.from(logits.buffer);
+      const alone = [];
+      for (const id of ids) alone.push(bits(await session.logits([id])));
+      for (const count of [1, 2, 3, 5, 8, 16, 17, 31, 32]) {
+        session.position = 5;
+        const found = await session.verify(ids.slice(0, count));
+        assert(bits(found).equals(Buffer.concat(alone.slice(0, count))), `${count} rows`);
+        assert.equal(session.position, 5);
+      }
+      session.accept(3);
+      session.accept(2);
+      assert(bits(await session.logits(ids.slice(5, 6))).equals(alone[5]));
+      assert.throws(() => session.accept(1), { code: "request", message: /tokens to accept 1/ });
+      assert.throws(() => session.verify(Array(33).fill(5)), { code: "request", message: /from 1 to 32/ });
+      await assert.rejects(session.verify(Array(32).fill(5)), { code: "request", message: /has room for 40/ });
+      model.destroy();
+    }
   });
 });
 
