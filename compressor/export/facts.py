@@ -56,7 +56,7 @@ def run_facts(
     """Gather the facts about a run: what its passes did to the graph, and to which model."""
     info: ModelInfo = graph.meta["model"]
     return BundleFacts(
-        model=model_facts(graph) | ({} if recipe.speculate is None else {"speculate": recipe.speculate}),
+        model=model_facts(graph) | ({} if recipe.drafts is None else {"speculate": recipe.drafts}),
         recipe=recipe.resolved(),
         sites=[dataclasses.asdict(record) for record in context.records],
         dense_weight_bytes=dense_weight_bytes,
@@ -98,7 +98,8 @@ def model_facts(graph: GraphModule) -> dict[str, Any]:
         del facts["states"]
     else:
         facts["state_bytes"] = state_bytes(info.states)
-    del facts["speculates"], facts["draft_heads"]  # `entries` says it
+    for inner in ("speculates", "draft_heads", "first_blocks"):  # `entries` and `parts` say it
+        del facts[inner]
     if info.encoder_source is None:
         del facts["encoder_source"]
     for name in ("pair", "exits", "depths"):

@@ -57,6 +57,7 @@ class NativeParts:
         faster: libraries for CPUs that have more, best first.
         entries: of each entry of a library that has several, the indices of its parameters.
         entry_bytes: memory that an entry of a batch takes; None where a batch must not be divided.
+        parts: as of :class:`compressor.codegen.lowering.compile.Library`.
         archs: GPUs that the kernels run on, as nvcc names them; none of kernels for CPUs.
     """
 
@@ -71,6 +72,7 @@ class NativeParts:
     faster: Sequence[FasterLibrary] = ()
     entry_bytes: Any = None
     entries: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    parts: Sequence[Mapping[str, Any]] = ()
     archs: Sequence[str] = ()
 
 
@@ -110,6 +112,7 @@ def write_native(folder: Path, parts: NativeParts) -> Written:
     if parts.archs:
         fields |= {"device": "cuda", "cuda_capabilities": list(parts.archs)}
     model = {} if parts.entry_bytes is None else {"entry_bytes": parts.entry_bytes}
+    model |= {"parts": [dict(part) for part in parts.parts]} if parts.parts else {}
     return Written(fields, parts.kernels, hashes, model)
 
 

@@ -15,6 +15,7 @@ from compressor.formats.parts import TILE_ROWS
 from compressor.formats.planes import TwoPlanes
 from compressor.graph.costs import NodeCost
 from compressor.graph.kinds.upper_planes import has_planes
+from compressor.graph.model import ModelInfo
 from compressor.numerics.range_search import Work
 from compressor.plan.prices import Prices
 from compressor.plan.roofline import Roofline
@@ -122,9 +123,12 @@ def linear_kernels(graph: GraphModule) -> list[LinearKernel]:
 
 
 def lowered_nodes(graph: GraphModule) -> int:
-    """Return the nodes of all programs that a graph is lowered to; an entry for drafted tokens has as many again."""
-    drafts: bool = graph.meta["model"].speculates
-    return len(graph.graph.nodes) * (1 + drafts * (1 + has_planes(graph)))
+    """Return the nodes of all programs that a graph is lowered to.
+
+    An entry for drafted tokens has as many again, and so have its parts together.
+    """
+    info: ModelInfo = graph.meta["model"]
+    return len(graph.graph.nodes) * (1 + info.speculates * (1 + has_planes(graph) + (info.first_blocks is not None)))
 
 
 def slower_prompts(graph: GraphModule, isa: Isa) -> list[str]:

@@ -17,13 +17,16 @@ from torch.fx import GraphModule
 from compressor.codegen.lowering.experts.stack import as_lowered
 from compressor.errors import CaptureError, RecipeError, UsageError
 from compressor.formats.format import Format
+from compressor.graph.blocks import find_blocks
 from compressor.graph.kinds.token_trees import why_no_trees
 from compressor.graph.kinds.upper_planes import PLANES, has_planes
 from compressor.graph.model import ModelInfo, clone_graph, weight_bytes
+from compressor.graph.parts.cut import why_no_parts
 from compressor.graph.rewrite import set_parameter
 from compressor.pipeline.context import Context
 from compressor.plan.model import PassPlan
 from compressor.plan.prices import machine_prices
+from compressor.recipe.drafts import ExitSpec
 from compressor.recipe.gates import METRICS, is_measured
 from compressor.recipe.options import recipe_name
 from compressor.registry import PASSES
@@ -66,16 +69,23 @@ def mark_entries(graph: GraphModule, recipe: Recipe) -> None:
         raise recipe.problem(
             ("speculate",), f"the target {recipe.target.name} has no kernels that verify drafted tokens; leave it out"
         )
-    if recipe.speculate not in (kinds := getattr(target, "drafts", (recipe.speculate,))):
+    kinds: tuple[str, ...] | None = getattr(target, "drafts", None)
+    if kinds is not None and recipe.drafts not in kinds:
+        name = recipe.target.name
         raise recipe.problem(
-            ("speculate",),
-            f"the target {recipe.target.name} has no drafts {recipe.speculate}; take {' or '.join(kinds)}",
+            ("speculate",), f"the target {name} has no drafts {recipe.drafts}; take {' or '.join(kinds)}"
         )
     if reason := why_no_trees(graph):
         raise recipe.problem(("speculate",), f"{graph.meta['model'].name}: {reason}; leave it out")
-    if recipe.speculate == "heads" and not any(PASSES.name_of(step) == "draft_heads" for step in recipe.passes):
+    if recipe.drafts == "heads" and not any(PASSES.name_of(step) == "draft_heads" for step in recipe.passes):
         raise recipe.problem(("speculate",), "heads: the model has none; add the pass draft_heads, which trains them")
-    graph.meta["model"] = dataclasses.replace(graph.meta["model"], speculates=True)
+    first = None
+    if recipe.drafts == "exit":
+        asked = recipe.speculate.layer if isinstance(recipe.speculate, ExitSpec) else None
+        first = max(1, len(find_blocks(graph)) // 2) if asked is None else asked
+        if reason := why_no_parts(graph, first):
+            raise recipe.problem(("speculate",), f"{graph.meta['model'].name}: {reason}; take another kind of drafts")
+    graph.meta["model"] = dataclasses.replace(graph.meta["model"], speculates=True, first_blocks=first)
 
 
 def plan_passes(graph: GraphModule, recipe: Recipe, backend: Backend) -> PlannedPasses:

@@ -21,6 +21,7 @@ from pydantic import (
 from compressor.errors import RecipeError
 from compressor.host.resources import nearest_shipped_model, resource
 from compressor.recipe.data_spec import DataSource, EvaluationSpec, Section, TextSpec
+from compressor.recipe.drafts import ExitSpec, check_kind
 from compressor.recipe.gates import CONTINUED, QUALITY, Gate
 from compressor.recipe.located_yaml import DEEPEST, KeyPath, Origin, Source, nearest
 from compressor.recipe.options import TargetSpec, build_passes, build_target, options_of, recipe_name
@@ -55,7 +56,8 @@ class Recipe(Section):
         target: the target to generate code for.
         tune: how long to search for fast kernels.
         speculate: how a decoder's bundle drafts tokens that it verifies several at a time: a kind of
-            :mod:`compressor_runtime.speculation.kinds.registry`; None makes no entry that verifies.
+            :mod:`compressor_runtime.speculation.kinds.registry`, or the kind ``exit`` with how many layers draft; None
+            makes no entry that verifies.
         gates: conditions that the result must meet.
         output: folder of the bundle, relative to the current folder.
         checkpoint: folder (Hugging Face) or ``.pt2`` file (torch.export) for the model before the first pass that packs
@@ -70,7 +72,7 @@ class Recipe(Section):
     passes: tuple[Any, ...]
     target: TargetSpec = TargetSpec("x86")
     tune: Literal["off", "quick", "full"] = "quick"
-    speculate: StrictStr | None = None
+    speculate: StrictStr | ExitSpec | None = None
     gates: tuple[Gate, ...] = ()
     output: StrictStr | None = Field(default=None, min_length=1)
     checkpoint: StrictStr | None = Field(default=None, min_length=1)
@@ -80,13 +82,10 @@ class Recipe(Section):
 
     @field_validator("speculate")
     @classmethod
-    def _known_drafts(cls, kind: str | None) -> str | None:
-        if kind is None:
-            return None
-        from compressor_runtime.speculation.kinds.registry import SPECULATIONS  # the run-time: only where it is asked
-
-        if kind not in SPECULATIONS:
-            raise ValueError(f"unknown kind of drafts {kind!r:.80}; {nearest(kind, SPECULATIONS)}")
+    def _known_drafts(cls, kind: str | ExitSpec | None) -> str | ExitSpec | None:
+        if not isinstance(kind, str):
+            return kind
+        check_kind(kind)
         return kind
 
     @model_validator(mode="after")
@@ -117,6 +116,11 @@ class Recipe(Section):
         source.data = _copied(source, (), data)
         expand_data(source)
         return _build(source)
+
+    @property
+    def drafts(self) -> str | None:
+        """Return the kind of drafts, without its options."""
+        return self.speculate.kind if isinstance(self.speculate, ExitSpec) else self.speculate
 
     def problem(self, path: KeyPath, what: str) -> RecipeError:
         """Make an error about one of the recipe's keys that names the place where the key was written."""

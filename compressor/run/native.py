@@ -144,6 +144,7 @@ class NativeBackend:
                 isa=library.isa.name,
                 faster=linked,
                 entry_bytes=library.entry_bytes if independent else None,
+                parts=library.parts,
                 archs=library.isa.archs,
             )
             written = write_native(folder, parts)

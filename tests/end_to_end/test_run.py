@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from compressor_runtime import RequestError
 from compressor_runtime.generation import checked_sampler
 from compressor_runtime.speculation.counts import Speculation as Counts
 from compressor_runtime.speculation.drafts import Drafts
@@ -125,6 +126,8 @@ REMOVE = (ChannelPrune, DraftHeads, FfnPrune, HeadPrune, SkipLayers, SwiftKv)
 """Passes that make linears smaller, fewer or more, and leave them dense."""
 DRAFTS = "speculate_lookup_x86"
 """The recipe whose bundle drafts unless it is told otherwise."""
+EXITS = "speculate_exit_x86"
+"""The recipe whose bundle drafts with its first layers."""
 HEADS = "draft_heads_x86"
 """The recipe whose bundle has heads that draft."""
 SAVES = "ffn_prune_w4a16_x86"
@@ -338,6 +341,20 @@ def test_heads_give_the_text_of_plain_steps(run: Callable[[str], Run]) -> None:
         for kind in ("heads", "auto"):
             found = bundle.generate(PROMPT, max_tokens=50, speculate=kind, **options)
             assert "".join(found) == wanted and found.speculation.verifications > 8
+
+
+def test_first_layers_give_the_text_of_plain_steps(run: Callable[[str], Run]) -> None:
+    bundle = load(run(EXITS).bundle, threads=1)
+    assert bundle.model["speculate"] == "exit" and bundle.speculations == ("lookup", "recycle", "exit", "auto")
+    assert {"begin", "rest", "end"} <= bundle.entries and "verify_top_0" in compressor_selfcheck.compare(bundle)[0]
+    bundle._drafts = Drafts(bundle.model["vocab_size"], Always(), bundle.entries)
+    for options in ({"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9, "seed": 3}):
+        wanted = "".join(bundle.generate(PROMPT, max_tokens=40, speculate="off", **options))
+        for kind in ("exit", "auto"):
+            found = bundle.generate(PROMPT, max_tokens=40, speculate=kind, **options)
+            assert "".join(found) == wanted and found.speculation.verifications > 5
+    with pytest.raises(RequestError, match=r"speculate='heads': .* has no kernels that draft so, only for 'lookup'"):
+        bundle.generate(PROMPT, speculate="heads")
 
 
 def test_a_smaller_model_is_saved_for_transformers_too(run: Callable[[str], Run]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ class Library:
         notes: what the user should know.
         entry_bytes: of the largest value that one batch entry makes, of an encoder one token of it; 0 where inputs or
             outputs do not all begin with the batch, and of decoders.
+        parts: what the entries that are parts of another take and give, in order, see
+            :class:`compressor.graph.parts.cut.Part`.
     """
 
     executable: Any
@@ -55,6 +57,7 @@ class Library:
     tried: list[dict[str, Any]]
     notes: list[str]
     entry_bytes: int
+    parts: list[dict[str, Any]] = field(default_factory=list)
 
     def save(self, path: Path, target: NativeTarget) -> None:
         """Link the shared library ``path``; raises ToolchainError."""
@@ -111,7 +114,9 @@ def compile_graph(
     records = [{**record, **known(record["name"]), "evidence": evidence} for record in lowered.kernels]
     part = lowered.entry_bytes
     parameters, used = lowered.parameters, lowered.entries
-    return Library(executable, parameters, used, records, isa, tuner.chosen, tuner.tried, tuner.notes, part)
+    return Library(
+        executable, parameters, used, records, isa, tuner.chosen, tuner.tried, tuner.notes, part, lowered.parts
+    )
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,7 @@ class Lowered:
         mod: what the virtual machine runs, and the kernels in TIR.
         parameters, entries: as of :class:`Library`.
         kernels: name, family, format, ... of each.
-        entry_bytes: as of :class:`Library`.
+        entry_bytes, parts: as of :class:`Library`.
     """
 
     mod: tvm.IRModule
@@ -130,6 +135,7 @@ class Lowered:
     entries: dict[str, list[int]]
     kernels: list[dict[str, Any]]
     entry_bytes: int
+    parts: list[dict[str, Any]]
 
 
 def lower_graph(
@@ -153,8 +159,10 @@ def lower_graph(
     converter = Converter(kernels, tuner)
     kind = graph.meta["model"].kind
     outcomes, activations, named, mod = list[Outcome](), set[int](), dict[str, list[str]](), None
+    parts: list[dict[str, Any]] = []
     for entry in entries(graph):
         program = entry.program
+        parts += [] if entry.part is None else [entry.part.facts()]
         outcomes += fuse_convolutions(program.graph)
         activations |= fixed_sizes(program)
         outcomes += fuse(program.graph)
@@ -169,7 +177,7 @@ def lower_graph(
     part = 0 if graph.meta["model"].generates else entry_bytes(program, tokens=kind == "encoder")
     parameters = list(dict.fromkeys(name for names in reversed(named.values()) for name in names))  # main's first
     used = {entry: [parameters.index(name) for name in names] for entry, names in named.items()}
-    return Lowered(mod, parameters, used, list(converter.records), part)
+    return Lowered(mod, parameters, used, list(converter.records), part, parts)
 
 
 def _add_probe(mod: tvm.IRModule) -> tvm.IRModule:

@@ -12,6 +12,8 @@ and they are a third one; `main` is that of the model without them:
     heads: hidden, next -> logits of each head
     verify: ids, ... -> logits, hidden, new keys and values
 
+One that drafts with its own layers has `verify` once more, in parts (:mod:`compressor.graph.parts.cut`).
+
 An encoder-decoder is cut into what a source needs once, and each step:
 
     encode: source, source_mask -> keys and values of each layer's cross-attention
@@ -28,7 +30,8 @@ read by the rest.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +48,7 @@ from compressor.graph.kinds.halves import copy_calls, needed_nodes, pair_halves
 from compressor.graph.kinds.token_trees import tree_graph, why_no_trees
 from compressor.graph.kinds.upper_planes import PLANES, has_planes, upper_graph
 from compressor.graph.model import ModelInfo
+from compressor.graph.parts.cut import Part, cut_graph, why_no_parts
 
 
 @dataclass(frozen=True)
@@ -56,12 +60,14 @@ class Entry:
         program: to be imported.
         caches: whether new keys and values, the last outputs, are written to caches in place.
         results: outputs in front of these.
+        part: what the entry takes and gives, where it is a part of another.
     """
 
     name: str
     program: ExportedProgram
     caches: bool
     results: int = 1
+    part: Part | None = None
 
     @property
     def returned(self) -> int | None:
@@ -98,8 +104,10 @@ def _of_drafts(graph: GraphModule, info: ModelInfo, only: Collection[str] | None
     if only is not None:
         return [Entry("verify", _verification(plain, info), True)]
     planes = [Entry(PLANES, _verification(upper_graph(plain), info), True)] if has_planes(plain) else []
+    if info.first_blocks is not None:
+        graph, info = plain, dataclasses.replace(info, draft_heads=0)
     if not info.draft_heads:
-        return [Entry("verify", _verification(graph, info), True), *planes]
+        return [Entry("verify", _verification(graph, info), True), *planes, *_parts(graph, info)]
     tokens = {1: Dim("tokens", min=1)}
     try:
         size = int(hidden_and_next(graph)[0].meta["val"].shape[-1])
@@ -109,6 +117,46 @@ def _of_drafts(graph: GraphModule, info: ModelInfo, only: Collection[str] | None
     except CannotHead as error:
         raise VerificationError(f"{info.name}: no entry `heads`: {error}; put draft_heads behind that pass") from error
     return [Entry("heads", heads, False), Entry("verify", verify, True, results=2), *planes]
+
+
+def _parts(graph: GraphModule, info: ModelInfo) -> list[Entry]:
+    """Export the parts of what verifies tokens, none where the model does not draft with its own layers."""
+    if info.first_blocks is None:
+        return []
+    if reason := why_no_parts(graph, info.first_blocks):
+        raise VerificationError(f"{info.name}: no parts to draft with: {reason}; take another kind of drafts")
+    (ids, position, keep, keys, values), (_, tokens, rows, *_) = example_call(info)
+    own = {0: Dim("slots", min=1), 2: Dim("capacity", min=1)}
+    given: dict[str, tuple[Tensor, Any]] = {"ids": (ids[:1], {1: tokens[0]}), "keep": (keep, rows)}
+    given |= {name: (torch.zeros_like(position), tokens) for name in ("position", "parent", "slot", "row")}
+    for name, caches in (("k_cache", keys), ("v_cache", values)):
+        given |= {f"{name}_{layer}": (cache, own) for layer, cache in enumerate(caches)}
+    sizes = {str(size): axis for axis, size in enumerate(graph.graph.find_nodes(op="placeholder")[0].meta["val"].shape)}
+    found = []
+    for part in cut_graph(graph, info.first_blocks):
+        inputs = part.graph.graph.find_nodes(op="placeholder")
+        pairs = [
+            given[name] if name in given else _between(node, sizes, tokens[0], len(position))
+            for name, node in zip(part.takes, inputs, strict=True)
+        ]
+        args = tuple(example.clone() for example, _ in pairs)
+        program = export_program(part.graph, args, tuple(shape for _, shape in pairs), info.name)
+        found.append(Entry(part.name, program, False, part=part))
+    return found
+
+
+def _between(node: Node, sizes: Mapping[str, int], tokens: Any, count: int) -> tuple[Tensor, dict[int, Any]]:
+    """Return an example of a tensor that one part gives another, and which of its sizes is that of the tokens.
+
+    Args:
+        sizes: symbol -> 0 for the batch, which is 1 here, and 1 for the tokens.
+        tokens, count: the latter's dimension, and tokens of the example.
+    """
+    value: Tensor = node.meta["val"]
+    axes = [sizes.get(str(size)) if not isinstance(size, int) else None for size in value.shape]
+    given: list[Any] = list(value.shape)
+    shape = [size if isinstance(size, int) else (1, count)[axis or 0] for size, axis in zip(given, axes, strict=True)]
+    return torch.zeros(shape, dtype=value.dtype), {at: tokens for at, axis in enumerate(axes) if axis == 1}
 
 
 def _verification(graph: GraphModule, info: ModelInfo) -> ExportedProgram:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -188,3 +188,29 @@ def check_inputs(stated: Sequence[dict[str, Any]] | None, arrays: Sequence[NDArr
                 f"input {index}: {value.dtype} {list(value.shape)}; the model takes {entry['dtype']} "
                 f"[{', '.join(map(str, shape))}]{known}"
             )
+
+
+def token_paths(path_by_slot: Any, parents: list[int], slots: list[int], batch: int) -> dict[int, list[int]]:
+    """Return drafted tokens that sequences keep, by the sequence's number.
+
+    Args:
+        path_by_slot: as of :meth:`compressor_runtime.session.Session.accept`.
+        parents, slots: of the tokens that were verified, [T].
+        batch: sequences.
+    Raises:
+        RequestError: these are no paths through the trees.
+    """
+    if not isinstance(path_by_slot, Mapping):
+        raise RequestError(f"accept: {path_by_slot!r:.100}; give the tokens of each sequence by its number")
+    kept: dict[int, list[int]] = {}
+    for slot, path in path_by_slot.items():
+        sequence, tokens = whole("slot", slot, 0, batch - 1), array("path", path)
+        found: list[int] = indices("path", tokens, len(parents)).tolist() if tokens.size else []
+        before = [-1, *found[:-1]]
+        if any(parents[t] != p or slots[t] != sequence for t, p in zip(found, before, strict=False)):
+            raise RequestError(
+                f"path: {found!r:.100}; give tokens of sequence {sequence}, the first without a parent and each "
+                "the parent of the next"
+            )
+        kept[sequence] = found
+    return kept

@@ -170,6 +170,7 @@ def checked_model(manifest: dict[str, Any]) -> dict[str, Any]:
     if manifest["kind"] in GENERATING and not wrong:
         wrong += [] if _cache_fits(model) else ["cache_bytes_per_token"]
         wrong += [] if _states_fit(model) else ["states"]
+        wrong += [] if _parts_fit(model, manifest.get("entries", {})) else ["parts"]
     if wrong:
         raise DamagedBundleError(f"{MANIFEST}: `{wrong[0]}` has a value that cannot be; copy the bundle again")
     return model
@@ -215,6 +216,20 @@ def _cache_fits(model: dict[str, Any]) -> bool:
         for key, default in (("cache_format", DENSE_CACHE), ("cache_bytes_per_token", dense_bytes))
     )
     return bool(cache_bytes == dense_bytes if cache_format == DENSE_CACHE else cache_bytes > 0 == cache_bytes % rows)
+
+
+def _parts_fit(model: dict[str, Any], entries: Any) -> bool:
+    """Return whether the parts of what verifies tokens, where there are any, are entries that fit together."""
+    parts = items(model, "parts", dict) if "parts" in model else []
+    caches = {f"{name}_cache_{layer}" for name in "kv" for layer in range(model["layers"] if parts else 0)}
+    known = {"ids", "position", "keep", "parent", "slot", "row", *caches}
+    for part in parts:
+        gives, axes = items(part, "gives", str), items(part, "axes", int) if "axes" in part else []
+        fits = field(part, "entry", str) in entries and known.issuperset(items(part, "takes", str))
+        if not fits or len(axes) != len(gives):
+            return False
+        known.update(gives)
+    return not parts or (len(parts) > 1 and "logits" in items(parts[-1], "gives", str))
 
 
 def _states_fit(model: dict[str, Any]) -> bool:

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from compressor_runtime.arguments import array, indices, token_ids, token_trees, whole
+from compressor_runtime.arguments import array, indices, token_ids, token_paths, token_trees, whole
 from compressor_runtime.device.gpu import Gpu
 from compressor_runtime.device.host import Host
 from compressor_runtime.device.recorded import Record, RecordedStep
 from compressor_runtime.errors import RequestError
 from compressor_runtime.manifest import DENSE_CACHE
 from compressor_runtime.speculation.hidden import HEADS, Hidden
+from compressor_runtime.speculation.parts import OF_ROWS, Parts, Rows
 from compressor_runtime.tensors import aligned_rows
 
 DEEPEST = 64
@@ -48,6 +49,7 @@ class Session:
         self._entries, self._batch, self._capacity = dict(entries or {}), whole("batch", batch, 1), 0
         self._drafts: tuple[list[int], ...] | None = None  # parents, sequences and rows that may be accepted
         self.hidden = Hidden(self._entries.get(HEADS) and self._heads, model["vocab_size"])
+        self.parts = Parts(model.get("parts", ()), self._entries, self._device.put, lambda: self._caches)
         self._caches: list[Any] = []  # keys of every layer, then values: f32 [B, Hkv, T, D], or u8 of a row's bytes
         self._states: list[Any] = []  # of recurrent layers, f32 [B, ...]; kernels write them
         room = max(1, min(whole("capacity", capacity, 0), limit))
@@ -114,6 +116,7 @@ class Session:
             self._forget_states()
         self._lengths[:] = wanted
         self._drafts = None
+        self.parts.forget()
         self.hidden.forget()
 
     @property
@@ -158,6 +161,7 @@ class Session:
             logits = self._logits(tokens, rows)
         self._lengths += count
         self._stored[:] = self._lengths
+        self.parts.forget()
         return logits
 
     def verify(
@@ -188,7 +192,10 @@ class Session:
             raise RequestError(f"parent: a path of {depth.max() + 1} tokens; give at most {DEEPEST} at once")
         position, row = self._lengths[slots] + depth, self._lengths[slots] + order
         self._make_room_behind(slots, position, row)
-        logits = self._verified(tokens, position, rows, parents, slots, row)
+        given = dict(zip(OF_ROWS, (tokens, position, parents, slots, row), strict=True))
+        logits = self.parts.verified(given, rows)
+        if logits is None:
+            logits = self._verified(tokens, position, rows, parents, slots, row)
         self._drafts = (parents.tolist(), slots.tolist(), row.tolist())
         if keep is not None:
             self.hidden.give(None)
@@ -213,14 +220,28 @@ class Session:
         """
         if entry not in self._entries:
             raise RequestError(f"draft: the bundle has no entry {entry!r}, only {', '.join(self._entries) or 'none'}")
-        tokens = token_ids(np.asarray(ids)[None], self._model["vocab_size"])[0]
-        own, behind = np.full_like(tokens, -1), array("ahead", ahead)
+        tokens, _, slots, places = self._behind(ids, ahead, slot)
+        self.parts.forget()
+        own = np.full_like(tokens, -1)
+        return self._verified(tokens, places, np.arange(len(tokens)), own, slots, places, entry=entry)
+
+    def begin(self, ids: ArrayLike, ahead: ArrayLike, slot: ArrayLike | None = None) -> Rows:
+        """Run the first part for drafted tokens, which go on from there if verified; arguments as of :meth:`draft`."""
+        tokens, behind, slots, places = self._behind(ids, ahead, slot)
+        own = np.full_like(tokens, -1)
+        rows = self.parts.begin(dict(zip(OF_ROWS, (tokens, places, own, slots, places), strict=True)))
+        self.parts.keep(rows, behind)
+        return rows
+
+    def _behind(self, ids: ArrayLike, ahead: ArrayLike, slot: ArrayLike | None) -> tuple[NDArray[Any], ...]:
+        """Check drafted tokens and prepare for them; return them, and `ahead`, sequence and row of each."""
+        tokens, behind = token_ids(np.asarray(ids)[None], self._model["vocab_size"])[0], array("ahead", ahead)
         slots = np.zeros_like(tokens) if slot is None else indices("slot", slot, self._batch)
         if not behind.shape == slots.shape == tokens.shape or behind.dtype.kind not in "iu" or behind.min() < 0:
             raise RequestError(f"ahead {behind.tolist()!r:.100}: give a whole number, at least 0, for each token")
         places = self._lengths[slots] + behind
         self._make_room_behind(slots, places, places)
-        return self._verified(tokens, places, np.arange(len(tokens)), own, slots, places, entry=entry)
+        return tokens, behind, slots, places
 
     def _make_room_behind(self, slots: NDArray[Any], position: NDArray[Any], row: NDArray[Any]) -> None:
         """Prepare for keys and values behind those stored, at some rows; others there are forgotten."""
@@ -247,20 +268,7 @@ class Session:
         if self._drafts is None:
             raise RequestError("accept: no drafted tokens: nothing was verified since tokens were last appended")
         parents, slots, row = self._drafts
-        if not isinstance(path_by_slot, Mapping):
-            raise RequestError(f"accept: {path_by_slot!r:.100}; give the tokens of each sequence by its number")
-        kept: dict[int, list[int]] = {}
-        for slot, path in path_by_slot.items():
-            sequence, tokens = whole("slot", slot, 0, self._batch - 1), array("path", path)
-            found: list[int] = indices("path", tokens, len(row)).tolist() if tokens.size else []
-            before = [-1, *found[:-1]]
-            if any(parents[t] != p or slots[t] != sequence for t, p in zip(found, before, strict=False)):
-                raise RequestError(
-                    f"path: {found!r:.100}; give tokens of sequence {sequence}, the first without a parent and each "
-                    "the parent of the next"
-                )
-            kept[sequence] = found
-        for sequence, found in kept.items():
+        for sequence, found in token_paths(path_by_slot, parents, slots, self._batch).items():
             length = int(self._lengths[sequence])
             moved = [(row[t], place) for place, t in enumerate(found, length) if row[t] != place]
             assert isinstance(self._device, Host)

@@ -51,7 +51,7 @@ class Hidden:
         """
         if self._heads is None:
             raise RequestError("heads: the bundle has none; compress the model with the pass `draft_heads`")
-        hidden, tokens = array("states", states), token_ids([following], self._vocab_size)
+        hidden, tokens = array("states", states), token_ids(np.asarray(following)[None], self._vocab_size)
         if hidden.ndim != 2 or len(hidden) != tokens.shape[1]:
             raise RequestError(f"states {list(hidden.shape)} of {tokens.shape[1]} tokens: give a row for each")
         logits: NDArray[np.float32] = self._heads(np.ascontiguousarray(hidden[None], np.float32), tokens)[0]

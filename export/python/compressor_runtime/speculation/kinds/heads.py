@@ -20,8 +20,8 @@ from compressor_runtime.speculation.kinds.kind import VERIFY, Kind, Shared
 from compressor_runtime.speculation.pace import Pace
 from compressor_runtime.speculation.tree import Room, Tree
 
-CANDIDATES = 8
-_RANK_PRIOR = (0.4, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.02)
+HEAD_CANDIDATES = 8
+_HEAD_PRIOR = (0.4, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.02)
 
 
 class Heads:
@@ -52,26 +52,26 @@ class Heads:
 
     def propose(self, room: Room) -> Tree:
         """Return the tree of the likeliest nodes, by head and rank."""
-        if not room.goes_on([], self._acceptance.chance(_sources(1)[0])):
+        if not room.goes_on([], self._acceptance.chance(_head_sources(1)[0])):
             return Tree()
         state = self._hidden.of(self._slot)
         if state is None:
             return Tree()
         begin = self._pace.clock()
         logits = self._hidden.heads(state[None], [self._last])[0]  # [heads, V]
-        found = top_candidates(logits, min(CANDIDATES, logits.shape[1])).tolist()
+        found = top_candidates(logits, min(HEAD_CANDIDATES, logits.shape[1])).tolist()
         self._pace.note_draft(self.name, (self._pace.clock() - begin) / len(found))
 
         def candidates(_token: int, depth: int) -> list[int]:
             return found[depth - 1] if depth <= len(found) else []
 
-        return best_first(room, self._acceptance, _sources, candidates, self._last)
+        return best_first(room, self._acceptance, _head_sources, candidates, self._last)
 
 
 @cache
-def _sources(depth: int) -> Sequence[Hashable]:
+def _head_sources(depth: int) -> Sequence[Hashable]:
     """Return what guesses rest on: head and rank."""
-    return [(HEADS, depth, rank) for rank in range(CANDIDATES)]
+    return [(HEADS, depth, rank) for rank in range(HEAD_CANDIDATES)]
 
 
 def _make(shared: Shared, session: Any, slot: int) -> Heads:
@@ -81,7 +81,7 @@ def _make(shared: Shared, session: Any, slot: int) -> Heads:
 def heads_prior(source: Hashable) -> float:
     """Return how often a candidate of a rank is right, before any was seen."""
     entry: Any = source
-    return _RANK_PRIOR[entry[2]]
+    return _HEAD_PRIOR[entry[2]]
 
 
 HEADS_KIND = Kind(HEADS, _make, heads_prior, needs=(VERIFY, HEADS))

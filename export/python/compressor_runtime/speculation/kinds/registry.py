@@ -7,11 +7,12 @@ from typing import Any
 
 from compressor_runtime.speculation.kinds.heads import HEADS_KIND
 from compressor_runtime.speculation.kinds.kind import Kind
+from compressor_runtime.speculation.kinds.layers import EXIT
 from compressor_runtime.speculation.kinds.lookup import LOOKUP
 from compressor_runtime.speculation.kinds.planes import PLANES
 from compressor_runtime.speculation.kinds.recycling import RECYCLE
 
-KINDS = {kind.name: kind for kind in (LOOKUP, RECYCLE, HEADS_KIND, PLANES)}
+KINDS = {kind.name: kind for kind in (LOOKUP, RECYCLE, HEADS_KIND, EXIT, PLANES)}
 """Each kind by its name."""
 AUTO = "auto"
 """All kinds that a bundle serves and that take part, merged into one tree; each goes on while it pays."""
