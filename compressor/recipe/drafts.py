@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field, StrictInt
 
@@ -22,9 +23,18 @@ class ExitSpec(Section):
     layer: StrictInt | None = Field(default=None, ge=1)
 
 
-def check_kind(kind: str) -> None:
-    """Refuse a kind of drafts that the run-time does not have; raises ValueError."""
+def read_drafts(given: Any) -> Any:
+    """Return a kind of drafts, with its options if there are any, as a recipe gives it; raises ValueError."""
+    if given is None or isinstance(given, ExitSpec):
+        return given
+    if isinstance(given, Mapping):
+        layer = given.get("layer")
+        wrong = type(layer) is not int or layer < 1
+        if given.get("kind") != "exit" or not {*given} <= {"kind", "layer"} or ("layer" in given and wrong):
+            raise ValueError(f"{dict(given)!r:.80}: options are {{kind: exit, layer: 1 or more}}")
+        return ExitSpec(kind="exit", layer=layer)
     from compressor_runtime.speculation.kinds.registry import SPECULATIONS  # the run-time: only where it is asked
 
-    if kind not in SPECULATIONS:
-        raise ValueError(f"unknown kind of drafts {kind!r:.80}; {nearest(kind, SPECULATIONS)}")
+    if given not in SPECULATIONS:
+        raise ValueError(f"unknown kind of drafts {given!r:.80}; {nearest(str(given), SPECULATIONS)}")
+    return given

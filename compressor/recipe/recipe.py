@@ -21,7 +21,7 @@ from pydantic import (
 from compressor.errors import RecipeError
 from compressor.host.resources import nearest_shipped_model, resource
 from compressor.recipe.data_spec import DataSource, EvaluationSpec, Section, TextSpec
-from compressor.recipe.drafts import ExitSpec, check_kind
+from compressor.recipe.drafts import ExitSpec, read_drafts
 from compressor.recipe.gates import CONTINUED, QUALITY, Gate
 from compressor.recipe.located_yaml import DEEPEST, KeyPath, Origin, Source, nearest
 from compressor.recipe.options import TargetSpec, build_passes, build_target, options_of, recipe_name
@@ -80,13 +80,10 @@ class Recipe(Section):
 
     _source: Source = PrivateAttr(default_factory=lambda: Source({}))
 
-    @field_validator("speculate")
+    @field_validator("speculate", mode="before")
     @classmethod
-    def _known_drafts(cls, kind: str | ExitSpec | None) -> str | ExitSpec | None:
-        if not isinstance(kind, str):
-            return kind
-        check_kind(kind)
-        return kind
+    def _known_drafts(cls, given: Any) -> Any:
+        return read_drafts(given)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:

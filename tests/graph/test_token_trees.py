@@ -81,6 +81,21 @@ def test_models_whose_tokens_cannot_be_verified_are_refused_with_the_line(graph:
         Recipe.from_dict({"passes": [], "speculate": "tomorrow"})
 
 
+def test_first_layers_that_draft_are_some_of_the_model_s(graph: GraphModule) -> None:
+    two = capture(build(DECODERS["llama"]()))
+    for drafts, first in (("exit", 1), ({"kind": "exit", "layer": 1}, 1), ("auto", None)):
+        mark_entries(marked := clone_graph(two), Recipe.from_dict({"passes": [], "speculate": drafts}))
+        assert marked.meta["model"].first_blocks == first
+    more = Recipe.from_dict({"passes": [], "speculate": {"kind": "exit", "layer": 2}})
+    with pytest.raises(RecipeError, match=r"recipe: speculate: .*it has 2 blocks, and a draft has at least one"):
+        mark_entries(clone_graph(two), more)
+    with pytest.raises(RecipeError, match="it has no two blocks that add to one residual stream"):
+        mark_entries(clone_graph(graph), more)  # of one layer
+    for wrong in ({"kind": "exit", "layer": 0}, {"kind": "self"}, {"layer": 1}, {"kind": "exit", "layer": "1"}):
+        with pytest.raises(RecipeError, match=r"speculate: \{.*options are \{kind: exit, layer: 1 or more\}"):
+            Recipe.from_dict({"passes": [], "speculate": wrong})
+
+
 def test_what_reads_caches_or_positions_in_another_way_is_refused(graph: GraphModule) -> None:
     aten = torch.ops.aten
     for name, operator, reason in (
