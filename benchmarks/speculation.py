@@ -1,7 +1,7 @@
 """Gain of each kind of drafts on text that repeats and on text that does not, measured and predicted.
 
     python benchmarks/speculation.py --work DIR [--models reference,widened] [--kinds lookup,planes] [--texts 12]
-                                     [--tokens 96] [--text FILE] [--json FILE] [--markdown FILE]
+                                     [--tokens 96] [--override KEY=VALUE] [--text FILE] [--json FILE] [--markdown FILE]
 
 For the reference model, which fits into the caches, and for its widened twin (benchmarks/widened.py), which does not.
 One thread, timed by its CPU time, which other processes add little to.  The run-time decides by the same clock, or
@@ -209,15 +209,15 @@ def predicted(counts: Speculation, plain_s: float, times: dict[int, float]) -> f
     return (steps_s + choosing_s) / (spent_s + choosing_s + counts.draft_s)
 
 
-def made(work: Path, model: str, name: str) -> Bundle:
-    """Return the bundle of a recipe; it is written into ``work`` unless it is there."""
-    folder, path = resource("models") / "reference", work / f"{model}_{name}"
+def made(work: Path, model: str, name: str, overrides: Sequence[str]) -> Bundle:
+    """Return the bundle of a recipe with overrides; it is written into ``work`` unless it is there."""
+    folder, path = resource("models") / "reference", work / re.sub(r"\W+", "_", "_".join([model, name, *overrides]))
     if model == "widened":
         folder = work / "widened"
         if not (folder / "model.safetensors").is_file():
             write_widened(resource("models") / "reference", folder, 8, 2, 16)
     if not (path / "manifest.json").is_file():
-        recipe = load_recipe(name, [f"model={folder}"])
+        recipe = load_recipe(name, [f"model={folder}", *overrides])
         samples = load_samples(recipe.calibration, folder) if recipe.calibration else None
         write_bundle(capture(folder), recipe, samples, path, 1)
     return load(path, threads=1)
@@ -255,6 +255,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--models", default="reference,widened")
     parser.add_argument("--kinds", default="lookup,recycle,auto")
+    parser.add_argument("--override", action="append", default=[], help="of the recipe: key=value")
     parser.add_argument("--texts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--turns", type=int, default=TURNS)
@@ -267,7 +268,7 @@ def main() -> None:
     text, results = given.text.read_text(encoding="utf-8"), dict[str, Any]()
     asked = given.kinds.split(",")
     for model, name in itertools.product(given.models.split(","), dict.fromkeys(KINDS[kind] for kind in asked)):
-        bundle, kinds = made(given.work, model, name), [kind for kind in asked if KINDS[kind] == name]
+        bundle, kinds = made(given.work, model, name, given.override), [kind for kind in asked if KINDS[kind] == name]
         wanted = [task for task in tasks(bundle, text, given.texts) if task.name in given.tasks.split(",")]
         times = verification_times(bundle, wanted[0].prompts[0][:PROMPT], given.turns)
         result = results[f"{model}, `{name}`"] = {"verification": times, "tasks": {}}

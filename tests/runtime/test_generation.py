@@ -82,7 +82,7 @@ def test_what_generate_refuses_at_once(bundle: Bundle, copy: Path) -> None:
     for stop in stops:
         with pytest.raises(RequestError, match=r"stop=.*: give token ids and strings"):
             bundle.generate("the", stop=stop)
-    with pytest.raises(RequestError, match="speculate='lookups': give 'lookup', 'recycle', 'auto' or 'off'"):
+    with pytest.raises(RequestError, match=r"speculate='lookups': give 'lookup', 'recycle', .*'auto' or 'off'"):
         bundle.generate("the", speculate="lookups")
     with pytest.raises(RequestError, match="no kernels that verify drafted tokens; make it with `speculate: auto` in"):
         bundle.generate_ids([1], speculate="auto")
