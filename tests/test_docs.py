@@ -61,6 +61,11 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 
+def test_no_page_holds_marks_of_a_merge() -> None:
+    marks = re.compile(r"^(<{7}|={7}|>{7})( |$)", re.MULTILINE)
+    assert not [by_page(page) for page in PAGES if marks.search(page.read_text(encoding="utf-8"))]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=by_page)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", page.read_text(encoding="utf-8"))):
