@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from compressor.errors import UsageError
-from compressor.formats.planes import TwoPlanes, UpperPlane
+from compressor.formats.planes import TwoPlanes, UpperPlane, is_plain
 
 
 @dataclass(frozen=True)
@@ -315,16 +315,11 @@ class SkippedInputs:
         return "stands with no other extra" if len(fmt.extras) > 1 else ""
 
 
-def _other_than_plain_integers(fmt: Any, activations: str) -> str:
-    """Say what a format has beside symmetric integers of whole or half bytes and activations as they come.
-
-    Args:
-        activations: verb of the message, whose object are activations that are not rounded.
-    """
-    is_integer = fmt.element is None and not fmt.codebook and fmt.bit_planes is None
-    if not is_integer or not fmt.symmetric or fmt.bits not in (4, 8):
+def _other_than_plain_integers(fmt: Any, verb: str) -> str:
+    """Say what a format has beside plain integers and activations as they come; ``verb`` is what is done with these."""
+    if not is_plain(fmt, 4, 8):
         return "stands with symmetric integers of 4 or 8 bits"
-    return f"{activations} activations as they come (A16)" if fmt.activations is not None else ""
+    return f"{verb} activations as they come (A16)" if fmt.activations is not None else ""
 
 
 Extra: TypeAlias = (

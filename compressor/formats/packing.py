@@ -18,7 +18,7 @@ from compressor.formats.layouts.columns import from_bits, from_panel, put_column
 from compressor.formats.layouts.masks import from_mask, keep_codes, spread_codes, to_mask
 from compressor.formats.layouts.patterns import from_numbers, pack_numbers, to_numbers, unpack_numbers
 from compressor.formats.layouts.words import from_words, quads_of, split_planes, to_words, whole_words
-from compressor.formats.parts import TILE_ROWS, TILED, panel_rows
+from compressor.formats.parts import CODES, TILE_ROWS, TILED, panel_rows
 
 PIECE_ELEMENTS = 1 << 22
 STORED = {"F16": torch.float16, "E8M0": torch.float8_e8m0fnu, "E4M3": torch.float8_e4m3fn}
@@ -130,9 +130,7 @@ def coded_rows(packed: PackedWeight) -> Iterator[tuple[slice, Tensor]]:
     tiles = max(1, PIECE_ELEMENTS // (TILE_ROWS * max(1, columns)))
     block = fmt.block_tiles or 1
     tiles = -(-tiles // block) * block  # no block of scales is cut
-    tiled = {
-        name: (part, 1 if name in ("codes", "lower") else block) for name, part in packed.parts.items() if name in TILED
-    }
+    tiled = {name: (part, 1 if name in CODES else block) for name, part in packed.parts.items() if name in TILED}
     for first in range(0, len(packed.parts["codes"]), tiles):
         begin, end = first * TILE_ROWS, min(rows, (first + tiles) * TILE_ROWS)
         piece = {name: part[first // span : (first + tiles) // span] for name, (part, span) in tiled.items()}

@@ -208,6 +208,8 @@ PARTS = tuple(part.name for part in PART_TABLE)
 """Names of the tensors of a packed weight."""
 TILED = tuple(part.name for part in PART_TABLE if part.is_tiled)
 """Those whose first dimension is tiles of rows."""
+CODES = ("codes", "lower")
+"""Those of them that hold codes."""
 TIMING_FILL = {part.name: part.timing_fill for part in PART_TABLE}
 """What each holds while schedules are timed."""
 

@@ -32,7 +32,7 @@ class TwoPlanes:
 
     def conflict(self, fmt: Any) -> str:
         """Stand with symmetric integers of 8 bits."""
-        if _is_not_of(fmt, _CODE_BITS):
+        if not is_plain(fmt, _CODE_BITS):
             return "cuts symmetric integers of 8 bits in two"
         return "stands with no other extra" if len(fmt.extras) > 1 else ""
 
@@ -53,11 +53,12 @@ class UpperPlane:
 
     def conflict(self, fmt: Any) -> str:
         """Stand with symmetric integers of 4 bits."""
-        if _is_not_of(fmt, _CODE_BITS // 2):
+        if not is_plain(fmt, _CODE_BITS // 2):
             return "is of symmetric integers of 4 bits"
         return "stands with no other extra" if len(fmt.extras) > 1 else ""
 
 
-def _is_not_of(fmt: Any, bits: int) -> bool:
+def is_plain(fmt: Any, *bits: int) -> bool:
+    """Return whether a format has symmetric integers of one of these numbers of bits."""
     is_integer = fmt.element is None and not fmt.codebook and fmt.bit_planes is None
-    return not (is_integer and fmt.symmetric and fmt.bits == bits)
+    return is_integer and fmt.symmetric and fmt.bits in bits

@@ -22,7 +22,6 @@ if __name__ == "__main__":
 import compressor_runtime
 import numpy as np
 from compressor_runtime import Bundle, BundleError, DamagedBundleError, load, read_safetensors
-from compressor_runtime.speculation.hidden import HEADS
 from numpy.typing import NDArray
 
 VECTORS = "vectors.safetensors"
@@ -55,7 +54,7 @@ def compare(bundle: Bundle) -> tuple[dict[str, float], float]:
             logits = _verified(bundle, stored).astype(np.float64)
             found = output_errors(logits.reshape(-1, logits.shape[-1]), stored, 0)
             errors.update((f"verify_{name}", error) for name, error in found.items())
-        if HEADS in bundle.entries:
+        if "heads" in bundle.entries:
             errors.update((f"heads_{name}", error) for name, error in _drafted(bundle, stored).items())
     return errors, tolerance
 

@@ -24,15 +24,8 @@ class RowScales:
 
 
 Extra: TypeAlias = (
-    RowScales
-    | Outliers
-    | OutlierFeatures
-    | ColumnBlocks
-    | KeptOfGroup
-    | SingleZeros
-    | SkippedInputs
-    | TwoPlanes
-    | UpperPlane
+    RowScales | Outliers | OutlierFeatures | ColumnBlocks | KeptOfGroup | SingleZeros | SkippedInputs
+    | TwoPlanes | UpperPlane
 )
 '''
 

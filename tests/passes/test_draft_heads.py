@@ -108,7 +108,11 @@ def test_what_is_refused(plain: GraphModule) -> None:
     with pytest.raises(RecipeError, match="speculate: heads: the model has none; add the pass draft_heads"):
         mark_entries(clone_graph(plain), Recipe.from_dict({"passes": [], "speculate": "heads"}))
     mark_entries(clone_graph(plain), Recipe.from_dict({"passes": [{"draft_heads": {}}], "speculate": "heads"}))
-    for target in ("cuda", "webgpu", "wasm"):
-        with pytest.raises(RecipeError, match=f"the target {target} has no kernels that verify"):
+    for target, reason in (
+        ("cuda", "kernels that verify"),
+        ("webgpu", "drafts heads"),
+        ("wasm", "kernels that verify"),
+    ):
+        with pytest.raises(RecipeError, match=f"the target {target} has no {reason}"):
             recipe = {"passes": [{"draft_heads": {}}], "speculate": "heads", "target": target}
             mark_entries(clone_graph(plain), Recipe.from_dict(recipe))
