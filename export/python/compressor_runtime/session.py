@@ -157,9 +157,8 @@ class Session:
         self.hidden.forget()
         if self._is_ragged or (self.hidden.is_wanted and count == 1):
             every, places = np.arange(self._batch), self._lengths.copy()
-            logits = self._verified(tokens[:, 0], places, every, np.full_like(every, -1), every, places)[:, None][
-                :, rows
-            ]
+            logits = self._verified(tokens[:, 0], places, every, np.full_like(every, -1), every, places)[:, None]
+            logits = logits[:, rows]
             self.hidden.keep([(sequence, sequence) for sequence in range(self._batch)])
         elif self.falling is not None and count == 1:
             logits = self.falling.step(tokens[:, 0], self._lengths.copy())[:, None][:, rows]
