@@ -333,16 +333,8 @@ def test_tokens_run_fewer_blocks(run: Callable[[str], Run]) -> None:
     "".join(text)
     places = range(len(ids), len(ids) + text.depth.tokens)
     assert text.depth.ran == sum(end is None or place < end for place in places for end in ends) < 5 * len(places)
-    command = [
-        "generate",
-        str(run("early_exit_x86").bundle),
-        PROMPT,
-        "--max-tokens",
-        "24",
-        "--temperature",
-        "0",
-        "--json",
-    ]
+    command = ["generate", str(run("early_exit_x86").bundle), "--prompt", PROMPT, "--json"]
+    command += ["--max-tokens", "24", "--temperature", "0"]
     said = json.loads(CliRunner().invoke(cli, command, catch_exceptions=False).stdout)
     assert said["depth"]["blocks"] == 5 and said["depth"]["heads_per_token"] >= 1
     early.leaves_early = False
