@@ -47,14 +47,16 @@ def generate(bundle: Path, prompt: str, threads: int | None, as_json: bool, **op
     if as_json:
         text = "".join(pieces)
         facts = {key: getattr(pieces, key) for key in ("prompt_tokens", "new_tokens", "finish_reason")}
-        drafts = {} if pieces.speculation is None else {"speculation": pieces.speculation.facts()}
-        emit(True, {"prompt": prompt, "text": text, **facts, **drafts}, lambda: None)
+        for name in ("speculation", "depth"):
+            counts = getattr(pieces, name)
+            facts |= {} if counts is None else {name: counts.facts()}
+        emit(True, {"prompt": prompt, "text": text, **facts}, lambda: None)
         return
     for piece in pieces:
         click.echo(piece, nl=False)
     click.echo()
-    if pieces.speculation is not None:
-        click.echo(str(pieces.speculation), err=True)
+    if (counts := pieces.speculation or pieces.depth) is not None:
+        click.echo(str(counts), err=True)
 
 
 @click.command()

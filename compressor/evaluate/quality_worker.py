@@ -54,7 +54,9 @@ def main() -> int:
                 continue
             batch, length = shape
             ids = np.frombuffer(requests.read(batch * length * 8), np.int64).reshape(batch, length)
-            if bundle.kind == "decoder":
+            if bundle.kind == "decoder" and bundle.leaves_early:
+                outputs = np.array([_early(bundle, row, length) for row in ids])
+            elif bundle.kind == "decoder":
                 outputs = bundle.session(batch, length).step(ids, keep=np.arange(length))
             elif bundle.kind == "seq2seq":
                 outputs = bundle.session(batch, length, source=ids).step(ids, keep=np.arange(length))
@@ -83,8 +85,35 @@ def _continue(bundle: Any, asked: dict[str, Any], requests: BinaryIO, send: Call
     """Answer a request for continuations: steps of one session, through its caches."""
     batch, length = asked["prompts"]
     prompts = np.frombuffer(requests.read(8 * batch * length), np.int64).reshape(batch, length)
+    if bundle.leaves_early:
+        found = [_continued_early(bundle, row[None], asked["count"]) for row in prompts]
+        send(np.concatenate(found).tolist())
+        return
     session = bundle.session(batch, length + asked["count"])
     send(continue_greedily(lambda ids: session.step(ids)[:, -1], prompts, asked["count"]).tolist())
+
+
+def _early(bundle: Any, ids: Any, room: int) -> Any:
+    """Return logits [S, V] of what comes after each token, step by step, where tokens leave early."""
+    from compressor_runtime.depth.counts import Depth
+    from compressor_runtime.depth.tokens import early_steps
+
+    steps = early_steps(bundle.session(1, room), bundle.model, Depth(bundle.model["exits"]["of"]))
+    return np.array([steps.prompt(ids[None, :1]), *(steps.step(int(token)) for token in ids[1:])])
+
+
+def _continued_early(bundle: Any, prompt: Any, count: int) -> Any:
+    """Return the likeliest next tokens [1, count] of a prompt [1, S], where they leave early; none is given up."""
+    from compressor_runtime.depth.counts import Depth
+    from compressor_runtime.depth.tokens import early_steps
+
+    session = bundle.session(1, prompt.shape[1] + count)
+    steps = early_steps(session, bundle.model, Depth(bundle.model["exits"]["of"]))
+
+    def step(ids: Any) -> Any:
+        return (steps.step(int(ids[0, 0])) if session.position else steps.prompt(ids))[None]
+
+    return continue_greedily(step, prompt, count)
 
 
 def _embed(bundle: Any, shape: list[int], requests: BinaryIO) -> Any:

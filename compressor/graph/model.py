@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -86,6 +87,7 @@ class ExitInfo:
             ends none.
         window: tokens of that mean.
         head: what norm and head cost, in blocks.
+        of: blocks of the whole model.
     """
 
     blocks: tuple[int, ...]
@@ -93,6 +95,7 @@ class ExitInfo:
     give_up: float = 0.0
     window: int = 8
     head: float = 0.0
+    of: int = 0
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,13 @@ class ModelInfo:
     def leaves_early(self) -> bool:
         """Return whether tokens need not run all blocks, whose number has to stay then."""
         return self.exits is not None or self.depths is not None
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Return how many blocks run in front of each place where its kernels are cut; nothing where they are not."""
+        if self.depths is not None:
+            return tuple(i for i, (one, other) in enumerate(pairwise(self.depths), 1) if one != other)
+        return () if self.exits is None else self.exits.blocks
 
     @property
     def hears(self) -> bool:

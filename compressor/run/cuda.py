@@ -41,6 +41,10 @@ class CudaBackend(NativeBackend):
         Raises:
             UsageError: names the operator's family, or the weight and its format.
         """
+        if (info := graph.meta["model"]).leaves_early:
+            raise UsageError(
+                f"{info.name}: the target cuda cannot run some blocks alone (early_exit, skip_decode); take x86"
+            )
         graph, kernels = as_lowered(graph), gpu_kernels(self.isa)
         program = tree_graph(graph) if graph.meta["model"].speculates else graph
         for node in program.graph.nodes:

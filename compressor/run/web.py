@@ -81,6 +81,10 @@ class WebBackend:
                 f"{info.name}: the target webgpu serves decoders, encoders and encoder-decoders of text, this is "
                 f"{unserved}; take the target x86, or wasm for images"
             )
+        if info.leaves_early:
+            raise UsageError(
+                f"{info.name}: the target webgpu cannot run some blocks alone (early_exit, skip_decode); take x86"
+            )
         if info.speculates and not self._target.wasm:
             raise UsageError(
                 f"{info.name}: the target webgpu without WebAssembly has no kernels for drafted tokens (`speculate`); "

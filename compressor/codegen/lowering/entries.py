@@ -116,14 +116,17 @@ def _of_drafts(graph: GraphModule, info: ModelInfo, only: Collection[str] | None
         verify = _verification(giving_hidden(graph), info)
     except CannotHead as error:
         raise VerificationError(f"{info.name}: no entry `heads`: {error}; put draft_heads behind that pass") from error
-    return [Entry("heads", heads, False), Entry("verify", verify, True, results=2), *planes]
+    parts = _parts(without_heads(graph), dataclasses.replace(info, draft_heads=0))
+    return [Entry("heads", heads, False), Entry("verify", verify, True, results=2), *parts, *planes]
 
 
 def _parts(graph: GraphModule, info: ModelInfo) -> list[Entry]:
     """Export the parts of what verifies tokens, none where the model does not draft with its own layers."""
-    if info.first_blocks is None:
+    if info.first_blocks is None and not info.stages:
         return []
-    if reason := why_no_parts(graph, info.first_blocks):
+    if info.first_blocks is not None and info.stages:
+        raise VerificationError(f"{info.name}: its tokens leave early, so it cannot draft with its own layers as well")
+    if reason := why_no_parts(graph, info.first_blocks or 0):
         raise VerificationError(f"{info.name}: no parts to draft with: {reason}; take another kind of drafts")
     (ids, position, keep, keys, values), (_, tokens, rows, *_) = example_call(info)
     own = {0: Dim("slots", min=1), 2: Dim("capacity", min=1)}
@@ -133,7 +136,7 @@ def _parts(graph: GraphModule, info: ModelInfo) -> list[Entry]:
         given |= {f"{name}_{layer}": (cache, own) for layer, cache in enumerate(caches)}
     sizes = {str(size): axis for axis, size in enumerate(graph.graph.find_nodes(op="placeholder")[0].meta["val"].shape)}
     found = []
-    for part in cut_graph(graph, info.first_blocks):
+    for part in cut_graph(graph, info.first_blocks or 0, info.stages):
         inputs = part.graph.graph.find_nodes(op="placeholder")
         pairs = [
             given[name] if name in given else _between(node, sizes, tokens[0], len(position))

@@ -75,15 +75,20 @@ def why_no_parts(graph: GraphModule, first_blocks: int) -> str:
     return next((f"{block.name}: {block.reason}" for block in blocks if block.reason), "")
 
 
-def cut_graph(graph: GraphModule, first_blocks: int) -> list[Part]:
+def cut_graph(graph: GraphModule, first_blocks: int, stages: Sequence[int] = ()) -> list[Part]:
     """Return the parts of what verifies a decoder's tokens, which share its parameters, in order.
 
     Args:
         graph: a decoder for which neither :func:`~compressor.graph.kinds.token_trees.why_no_trees` nor
             :func:`why_no_parts` finds anything; it stays as it is.
         first_blocks: blocks in the first part, the others being one; 0 for a part of each half of a block.
+        stages: in place of that, how many blocks run in front of each cut; parts are called ``stage_0`` and so on.
     """
-    points, names = _points(find_blocks(graph), first_blocks)
+    blocks = find_blocks(graph)
+    points, names = _points(blocks, first_blocks)
+    if stages:
+        points = [blocks[0].entry, *(blocks[count].entry for count in stages), blocks[-1].exit]
+        names = [f"stage_{number}" for number in range(len(stages) + 1)]
     tree = tree_graph(graph)
     by_name = {node.name: node for node in tree.graph.nodes}
     stops: list[Node] = [by_name[point.name] for point in points]

@@ -90,8 +90,9 @@ def state_exits(
         thresholds: None while they are unknown.
     """
     info: ModelInfo = graph.meta["model"]
-    told = ExitInfo(tuple(exits), tuple(thresholds or (NEVER,) * len(exits)), give_up, window, head_cost(graph))
-    graph.meta["model"] = dataclasses.replace(info, exits=told)
+    least, blocks = tuple(thresholds or (NEVER,) * len(exits)), len(exit_blocks(graph))
+    told = ExitInfo(tuple(exits), least, give_up, window, head_cost(graph), blocks)
+    graph.meta["model"] = dataclasses.replace(info, exits=told, speculates=True)
 
 
 def _compared(exits: Sequence[int], blocks: int, before: ExitFigures, now: ExitFigures) -> list[str]:

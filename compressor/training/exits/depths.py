@@ -46,7 +46,7 @@ def set_depths(graph: GraphModule, depths: Schedule, first: int) -> None:
     info: ModelInfo = graph.meta["model"]
     ends = block_ends(depths, len(gated_blocks(graph)), first)
     gate_blocks(graph, ends)
-    graph.meta["model"] = dataclasses.replace(info, depths=tuple(ends))
+    graph.meta["model"] = dataclasses.replace(info, depths=tuple(ends), speculates=True)
 
 
 def find_depths(graph: GraphModule, ctx: Context, pass_name: str, cost: float, first: int, tried: int) -> Schedule:

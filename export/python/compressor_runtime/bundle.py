@@ -16,12 +16,14 @@ from numpy.typing import ArrayLike, NDArray
 from compressor_runtime.arguments import array, check_inputs, prompt_ids, stops_of, token_ids, whole
 from compressor_runtime.check import check_files
 from compressor_runtime.cpu import choose_library, thread_count
+from compressor_runtime.depth.counts import Depth
+from compressor_runtime.depth.tokens import counted_tokens, counts_of
 from compressor_runtime.device.choice import choose_device
 from compressor_runtime.device.gpu import Gpu
 from compressor_runtime.device.host import Host
 from compressor_runtime.device.recorded import Record, Recorder
 from compressor_runtime.errors import BundleError, DamagedBundleError, RequestError
-from compressor_runtime.generation import Generation, Sampler, TextStream, checked_sampler, next_tokens
+from compressor_runtime.generation import Generation, Sampler, TextStream, checked_sampler
 from compressor_runtime.manifest import (
     GENERATING,
     TOKENIZER,
@@ -37,7 +39,7 @@ from compressor_runtime.source.encoding import encode_source, source_of_prompt, 
 from compressor_runtime.source.frames import frame_tokens, labels_frames
 from compressor_runtime.source.pairs import INPUTS, embed_pictures, embed_texts, run_pair, similarity
 from compressor_runtime.speculation.counts import Speculation
-from compressor_runtime.speculation.drafts import Drafts, speculation
+from compressor_runtime.speculation.drafts import Drafts
 from compressor_runtime.speculation.kinds.registry import served
 from compressor_runtime.tensors import read_parameters
 from compressor_runtime.vm import Vm, load_tvm_runtime, tvm_ffi
@@ -89,6 +91,7 @@ class Bundle:
         used = entry_indices(manifest)
         self.entries = frozenset(used)  # functions of the kernels
         self._parameters = {name: tvm_ffi.convert([arrays[i] for i in indices]) for name, indices in used.items()}
+        self.leaves_early = {"exits", "parts"} <= self.model.keys()  # set it to False to run all blocks
         self.vm = Vm(member(root, library), threads, device)
         self._record: Record | None = None
         if isinstance(device, Gpu) and self.kind in GENERATING:
@@ -263,14 +266,13 @@ class Bundle:
             seed: makes sampling repeatable.
             stop: token ids and strings that end the text; they are not part of it.
             speculate: one of :attr:`speculations` drafts tokens, and verifies several in a step where that is faster;
-                the text is the same.  "off" does not; None does as the bundle's recipe says.
+                the text is that of the whole model.  "off" does not; None does as the bundle's recipe says.
         Raises:
             RequestError: an argument out of range, too long a prompt, or drafts that the bundle cannot verify.
         """
         self._check_generates()
-        ends, texts = stops_of(stop)
-        ids = self._prompt_ids(prompt) if self._reads_tokens else []
-        sampler, counts = checked_sampler(temperature, top_k, top_p, seed), speculation(self, speculate)
+        (ends, texts), ids = stops_of(stop), self._prompt_ids(prompt) if self._reads_tokens else []
+        sampler, counts = checked_sampler(temperature, top_k, top_p, seed), counts_of(self, speculate)
         tokens = self.continued(ids or prompt, max_tokens, sampler, ends, counts)
         before = ids if self.kind == "decoder" else self.model["encoder_source"]["start_ids"]
         return Generation(ids, tokens, TextStream(self.tokenizer, before), texts, counts)
@@ -292,13 +294,13 @@ class Bundle:
         Arguments and errors are those of :meth:`generate`; the generator's value is :attr:`Generation.finish_reason`.
         """
         self._check_generates()
-        sampler, counts = checked_sampler(temperature, top_k, top_p, seed), speculation(self, speculate)
+        sampler, counts = checked_sampler(temperature, top_k, top_p, seed), counts_of(self, speculate)
         return self.continued(prompt, max_tokens, sampler, stops_of(stop)[0], counts)
 
     def continued(
-        self, prompt: Prompt, max_tokens: int, sampler: Sampler, stop: list[int], counts: Speculation | None
+        self, prompt: Prompt, max_tokens: int, sampler: Sampler, stop: list[int], counts: Speculation | Depth | None
     ) -> Generator[int, None, str]:
-        """Yield as :meth:`generate_ids`, with a sampler, and with the counts of drafts where there are any."""
+        """Yield as :meth:`generate_ids`, with a sampler, and with the counts of drafts, or of blocks."""
         max_tokens, stops = whole("max_tokens", max_tokens, 0), dict.fromkeys(stop, "stop_sequence")
         if labels_frames(self.model):
             return frame_tokens(self.model, self._run, prompt, max_tokens, sampler.temperature, stops)
@@ -311,13 +313,13 @@ class Bundle:
         session.make_room(first.shape[1])
         ends = stops | dict.fromkeys(self.model["eos_ids"], "eos_token")
         count = tokens_left(facts, max_tokens, self.limit + 1 - first.shape[1])  # nothing follows the last token
-        if counts is not None:
+        if isinstance(counts, Speculation):
             return self._drafts.tokens(session, first, sampler, ends, count, counts)
 
         def pick(logits: NDArray[np.float32], is_first: bool) -> int:
             return sampler.pick(without(logits, facts, is_first))
 
-        return next_tokens(lambda step: session.step(step)[0, -1], first, pick, ends, count)
+        return counted_tokens(session, self.model, first, pick, ends, count, counts)
 
     @cached_property
     def _drafts(self) -> Drafts:

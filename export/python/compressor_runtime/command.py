@@ -39,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for piece in pieces:
             print(piece, end="", flush=True)
         print()
-        if pieces.speculation is not None:
-            print(pieces.speculation, file=sys.stderr)
+        if (counts := pieces.speculation or pieces.depth) is not None:
+            print(counts, file=sys.stderr)
     except BundleError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -145,10 +145,13 @@ class Generation(Iterator[str]):
     Attributes:
         prompt_tokens: tokens of the prompt, a beginning-of-sequence token that stands for an empty one included.
         new_tokens: tokens that were computed so far; an end-of-sequence token, which has no text, is not counted.
-        finish_reason: why it ended: "eos_token", "stop_sequence", or "length" where it has as many tokens as it may
-            have or the model has no further position; None while it goes on.
+        finish_reason: why it ended: "eos_token", "stop_sequence", "given_up" where its confidence stayed low, or
+            "length" where it has as many tokens as it may have or the model has no further position; None while it goes
+            on.
         speculation: counts and times of drafts, a :class:`~compressor_runtime.speculation.counts.Speculation`; None
             without drafts.
+        depth: counts of blocks, a :class:`~compressor_runtime.depth.counts.Depth`, where tokens need not run all; else
+            None.
     """
 
     def __init__(
@@ -157,9 +160,10 @@ class Generation(Iterator[str]):
         tokens: Generator[int, None, str],
         stream: TextStream,
         stops: list[str],
-        speculation: Any = None,
+        counts: Any = None,
     ) -> None:
-        self.speculation = speculation
+        self.depth = counts if hasattr(counts, "blocks_per_token") else None
+        self.speculation = None if self.depth is not None else counts
         self.prompt_tokens, self.new_tokens = len(prompt), 0
         self.finish_reason: str | None = None
         self._pieces = self._text(tokens, stream, stops)

@@ -9,17 +9,19 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from compressor_runtime.arguments import array, indices, token_ids, token_paths, token_trees, whole
+from compressor_runtime.depth.falling import falling_depth
+from compressor_runtime.device.caches import grown_caches
 from compressor_runtime.device.gpu import Gpu
 from compressor_runtime.device.host import Host
 from compressor_runtime.device.recorded import Record, RecordedStep
 from compressor_runtime.errors import RequestError
-from compressor_runtime.manifest import DENSE_CACHE
 from compressor_runtime.speculation.hidden import HEADS, Hidden
 from compressor_runtime.speculation.parts import OF_ROWS, Parts, Rows
 from compressor_runtime.tensors import aligned_rows
 
 DEEPEST = 64
 """Tokens of the longest path through a tree that kernels follow."""
+_HELD = "{} sequences of {} tokens: their keys, values and states"
 _NEEDS = "; compress the model with `speculate: auto` in its recipe"
 
 
@@ -50,11 +52,12 @@ class Session:
         self._drafts: tuple[list[int], ...] | None = None  # parents, sequences and rows that may be accepted
         self.hidden = Hidden(self._entries.get(HEADS) and self._heads, model["vocab_size"])
         self.parts = Parts(model.get("parts", ()), self._entries, self._device.put, lambda: self._caches)
+        self.falling = falling_depth(model, self.parts)  # runs steps without the blocks that tokens pass by
         self._caches: list[Any] = []  # keys of every layer, then values: f32 [B, Hkv, T, D], or u8 of a row's bytes
         self._states: list[Any] = []  # of recurrent layers, f32 [B, ...]; kernels write them
         room = max(1, min(whole("capacity", capacity, 0), limit))
         entry_bytes = model.get("state_bytes", 0) + model["cache_bytes_per_token"] * room
-        self._check_memory(entry_bytes * self._batch, f"{self._batch} sequences of {room} tokens")
+        self._device.check_room(entry_bytes * self._batch, _HELD.format(self._batch, room))
         self._lengths, self._stored = (np.zeros(self._batch, np.int64) for _ in range(2))  # of each sequence
         self._forget_states()
         self._resize(room)
@@ -157,12 +160,21 @@ class Session:
             logits = self._verified(tokens[:, 0], places, every, np.full_like(every, -1), every, places)[:, None]
             logits = logits[:, rows]
             self.hidden.keep([(sequence, sequence) for sequence in range(self._batch)])
+        elif self.falling is not None and count == 1:
+            logits = self.falling.step(tokens[:, 0], self._lengths.copy())[:, None][:, rows]
         else:
             logits = self._logits(tokens, rows)
-        self._lengths += count
-        self._stored[:] = self._lengths
-        self.parts.forget()
+        self.advance(count)
         return logits
+
+    def advance(self, count: int) -> NDArray[np.int64]:
+        """Append tokens whose keys and values the caller writes; return where each sequence ended."""
+        self.make_room(count)
+        before = self._lengths.copy()
+        self._lengths += count
+        self._stored[:], self._drafts = self._lengths, None
+        self.parts.forget()
+        return before
 
     def verify(
         self, ids: ArrayLike, parent: ArrayLike, slot: ArrayLike | None = None, keep: ArrayLike | None = None
@@ -312,8 +324,7 @@ class Session:
             RequestError: the model has too few positions, or the machine too little memory.
         """
         count = whole("count", count, 0)
-        longest = int(self._lengths.max())
-        needed = longest + count
+        needed = (longest := int(self._lengths.max())) + count
         if needed > self._limit:
             raise RequestError(
                 f"{count} tokens after {longest} others: the model ends at {self._limit} positions; "
@@ -325,26 +336,14 @@ class Session:
     def _resize(self, capacity: int, rows: int | None = None) -> None:
         """Make room for so many tokens; that many rows are kept, those of stored tokens unless more are asked for."""
         kept = int(np.max(self._stored)) if rows is None else rows
-        model, caches = self._model, []
-        size_bytes = model["cache_bytes_per_token"] * self._batch * capacity
-        self._check_memory(size_bytes, f"{self._batch} sequences of {capacity} tokens")
-        dtype = np.dtype(np.float32 if model["cache_format"] == DENSE_CACHE else np.uint8)
-        row_bytes = model["cache_bytes_per_token"] // max(1, 2 * model["layers"] * model["kv_heads"])
+        size_bytes = self._model["cache_bytes_per_token"] * self._batch * capacity
+        self._device.check_room(size_bytes, _HELD.format(self._batch, capacity))
         if self._recorded is not None:
             self._recorded.close()
             self._recorded = None
-        shape = (self._batch, model["kv_heads"], capacity, row_bytes // dtype.itemsize)
-        for index in range(2 * model["layers"]):
-            if self._caches:
-                caches.append(self._device.grown(self._caches[index], shape, dtype, kept))
-                self._caches[index] = None  # at most one layer is held twice
-            else:
-                caches.append(self._device.zeros(shape, dtype))
-        self._caches, self._capacity = caches, capacity
+        self._caches = grown_caches(self._device, self._caches, self._model, self._batch, capacity, kept)
+        self._capacity = capacity
 
     def _forget_states(self) -> None:
         shapes = self._model.get("states", [])
         self._states = [self._device.zeros((self._batch, *shape), np.dtype(np.float32)) for shape in shapes]
-
-    def _check_memory(self, size_bytes: int, what: str) -> None:
-        self._device.check_room(size_bytes, f"{what}: their keys, values and states")

@@ -1,0 +1,62 @@
+"""Leave out the blocks that tokens pass by from a position on (SkipDecode): a step of all sequences, in stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from compressor_runtime.depth.counts import Depth
+from compressor_runtime.depth.stages import Rows, Stages
+from compressor_runtime.speculation.parts import Parts
+
+
+class FallingDepth:
+    """Steps of one token for each sequence.
+
+    Args:
+        stages: of the model, one for each run of blocks that end at the same position.
+        ends: of each block, the first position whose token passes it by; None where all run it.
+
+    Attributes:
+        depth: counts, which steps add to; None counts nothing.
+    """
+
+    def __init__(self, stages: Stages, ends: Sequence[int | None]) -> None:
+        self._stages = stages
+        self._ends = [(end, len(list(blocks))) for end, blocks in groupby(ends)]
+        self.depth: Depth | None = None
+
+    def step(self, ids: NDArray[np.int64], position: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Read a token of each sequence, and return the logits of what comes next, float32 [B, V].
+
+        Args:
+            ids: int64 [B].
+            position: int64 [B], of each.
+        """
+        every = np.arange(len(ids))
+        rows = Rows(ids, position, np.full_like(every, -1), every)
+        given = self._stages.begin(rows)
+        stream, ran = given["stream"], 0
+        for number, (end, blocks) in enumerate(self._ends):
+            runs = every if end is None else every[position < end]
+            ran += blocks * len(runs)
+            if len(runs) == len(ids):
+                stream = self._stages.run(number, rows, stream, given)
+            elif len(runs):
+                part = Rows(ids[runs], position[runs], np.full_like(runs, -1), runs)
+                stream = stream.copy()
+                stream[:, runs] = self._stages.run(number, part, stream[:, runs], self._stages.begin(part))
+        if self.depth is not None:
+            self.depth.tokens, self.depth.heads = self.depth.tokens + len(ids), self.depth.heads + len(ids)
+            self.depth.ran += ran
+        return self._stages.end(stream)
+
+
+def falling_depth(model: Mapping[str, Any], parts: Parts) -> FallingDepth | None:
+    """Return the steps of a session whose tokens pass blocks by; None where they do not, or no stages are there."""
+    ends = model.get("depths")
+    return FallingDepth(Stages(parts), ends) if ends is not None and "parts" in model else None
