@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.pipeline.context import Context
-from compressor.pipeline.pipeline import Pass, TrainingNeeds
+from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan
 from compressor.training.device import Device
 from compressor.training.exits.calibrate import Action, Wanted, set_exits, state_exits
@@ -64,17 +64,12 @@ class EarlyExit(WeightOptions, TrainingPass, Pass):
     evaluate_every: int = 50
 
     may_train_nothing: ClassVar[bool] = True
+    teaches_itself: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self._wanted()
         self._plan(self.exits if isinstance(self.exits, tuple) else (self.exits,))
         super().__post_init__()
-
-    @property
-    def training(self) -> TrainingNeeds | None:
-        """Return what it takes forwards and backwards; None where nothing is trained."""
-        samples = self.steps * self.batch * self.accumulate
-        return TrainingNeeds(samples, self.batch, True, self.device == "cuda") if samples else None
 
     @property
     def runs_samples(self) -> bool:

@@ -20,7 +20,7 @@ from compressor.graph.exits.gates import gated_blocks
 from compressor.graph.model import clone_graph
 from compressor.numerics.depth.schedules import why_wrong
 from compressor.pipeline.context import Context
-from compressor.pipeline.pipeline import Pass, TrainingNeeds
+from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan
 from compressor.training.device import Device
 from compressor.training.exits.depths import check_depths, find_depths, set_depths
@@ -56,6 +56,7 @@ class SkipDecode(WeightOptions, TrainingPass, Pass):
     evaluate_every: int = 50
 
     may_train_nothing: ClassVar[bool] = True
+    teaches_itself: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if (self.depths is None) == (self.cost is None):
@@ -67,12 +68,6 @@ class SkipDecode(WeightOptions, TrainingPass, Pass):
         if self.first < 0 or self.tried < 1:
             raise UsageError("skip_decode: first is not below 0, and tried not below 1")
         super().__post_init__()
-
-    @property
-    def training(self) -> TrainingNeeds | None:
-        """Return what it takes forwards and backwards, beside the teacher; None where nothing is trained."""
-        samples = self.steps * self.batch * self.accumulate
-        return TrainingNeeds(samples, self.batch, True, self.device == "cuda") if samples else None
 
     @property
     def runs_samples(self) -> bool:

@@ -25,7 +25,7 @@ from compressor.graph.rewrite import set_parameter
 from compressor.graph.sites import Site
 from compressor.numerics.products.deterministic import total
 from compressor.pipeline.context import Context, SiteRecord
-from compressor.pipeline.pipeline import Pass, TrainingNeeds
+from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan, plan_untouched
 from compressor.training.device import Device
 from compressor.training.loop import Objective
@@ -60,6 +60,7 @@ class SwiftKv(TeacherOptions, TaughtPass, Pass):
 
     needs_dense: ClassVar[bool] = False  # the model as this pass finds it teaches
     may_train_nothing: ClassVar[bool] = True
+    teaches_itself: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         is_share = isinstance(self.after, float)
@@ -69,12 +70,6 @@ class SwiftKv(TeacherOptions, TaughtPass, Pass):
         if not 1 <= self.share <= 10**9:
             raise UsageError(f"swift_kv: share {self.share} is not a whole number from 1")
         super().__post_init__()
-
-    @property
-    def training(self) -> TrainingNeeds | None:
-        """Return what it takes forwards and backwards, beside the teacher; None where nothing is trained."""
-        samples = self.steps * self.batch * self.accumulate
-        return TrainingNeeds(samples, self.batch, True, self.device == "cuda") if samples else None
 
     @property
     def less_memory(self) -> list[str]:

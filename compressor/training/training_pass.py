@@ -35,16 +35,18 @@ _FUSED = 4  # of a weight that has adapters: itself, with these added, its gradi
 
 
 class TrainingPass(TrainingOptions, Pass):
-    """What passes have in common that train: all but the loss and the masks.
+    """Share what passes that train have in common: all but the loss and the masks.
 
     Their options are those of :mod:`compressor.training.settings`; one that chooses what it trains itself has no
     :class:`~compressor.training.settings.WeightOptions`.
 
     Attributes:
-        may_train_nothing: whether ``steps`` may be 0.
+        may_train_nothing: ``steps`` may be 0.
+        teaches_itself: the model as the pass finds it runs beside the one that is trained.
     """
 
     may_train_nothing: ClassVar[bool] = False
+    teaches_itself: ClassVar[bool] = False
     vectors: bool
     tables: bool
     targets: str | tuple[str, ...]
@@ -90,9 +92,9 @@ class TrainingPass(TrainingOptions, Pass):
 
     @property
     def training(self) -> TrainingNeeds | None:
-        """Return what it takes forwards and backwards."""
-        samples = self.steps * self.batch * self.accumulate
-        return TrainingNeeds(samples, self.batch, self.needs_dense, self.device == "cuda")
+        """Return what it takes forwards and backwards, with the model that teaches; None where nothing is trained."""
+        samples, is_taught = self.steps * self.batch * self.accumulate, self.needs_dense or self.teaches_itself
+        return TrainingNeeds(samples, self.batch, is_taught, self.device == "cuda") if samples else None
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:
         """Refuse samples of more than one tensor, patterns that match nothing, adapters that save nothing, and a GPU
