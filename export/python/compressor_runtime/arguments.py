@@ -198,7 +198,7 @@ def token_paths(path_by_slot: Any, parents: list[int], slots: list[int], batch: 
         parents, slots: of the tokens that were verified, [T].
         batch: sequences.
     Raises:
-        RequestError: these are no paths through the trees.
+        RequestError: these are not paths through the trees.
     """
     if not isinstance(path_by_slot, Mapping):
         raise RequestError(f"accept: {path_by_slot!r:.100}; give the tokens of each sequence by its number")

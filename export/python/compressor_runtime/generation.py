@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compressor_runtime.arguments import real, whole
+from compressor_runtime.depth.counts import Depth
 from compressor_runtime.errors import BundleError
 
 
@@ -90,6 +91,7 @@ def next_tokens(
     pick: Callable[[NDArray[np.float32], bool], int],
     ends: Mapping[int, str],
     count: int,
+    why_no_more: Callable[[], str] | None = None,
 ) -> Generator[int, None, str]:
     """Yield token after token, each read by the next step; the generator's value tells why it ended.
 
@@ -99,10 +101,14 @@ def next_tokens(
         pick: (logits, whether they are the first) -> token.
         ends: tokens that end the text, each with the reason.
         count: at most so many tokens.
+        why_no_more: asked behind each step; a reason ends the text there, an empty one does not.
     """
     tokens = first
     for number in range(count):
-        token = pick(step(tokens), number == 0)
+        logits = step(tokens)
+        if why_no_more is not None and (reason := why_no_more()):
+            return reason
+        token = pick(logits, number == 0)
         if token in ends:
             return ends[token]
         yield token
@@ -162,7 +168,7 @@ class Generation(Iterator[str]):
         stops: list[str],
         counts: Any = None,
     ) -> None:
-        self.depth = counts if hasattr(counts, "blocks_per_token") else None
+        self.depth = counts if isinstance(counts, Depth) else None
         self.speculation = None if self.depth is not None else counts
         self.prompt_tokens, self.new_tokens = len(prompt), 0
         self.finish_reason: str | None = None

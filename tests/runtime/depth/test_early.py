@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from compressor_runtime.depth.counts import Depth
 from compressor_runtime.depth.early import EarlyExits, top_probability
-from compressor_runtime.depth.stages import MOST_ROWS
+from compressor_runtime.speculation.engine import MOST_ROWS
 from toy_stages import VOCABULARY, ToyModel
 
 IDS = np.random.default_rng(1).integers(0, VOCABULARY, 60).tolist()

@@ -28,10 +28,9 @@ class Noisy:
         self.target, self.seconds, self.table, self.steps = target, seconds, TABLE + noise * change, 0
         self.text: list[int] = []
 
-    def begin(self) -> None:
-        self.text = list(self.target.texts[0][-2:])
-
     def step(self, token: int, ahead: int) -> np.ndarray:
+        if ahead == 0:
+            self.text = list(self.target.texts[0][-2:])
         assert len(self.text) == ahead + min(2, len(self.target.texts[0]))
         self.text.append(token)
         self.target.now += self.seconds

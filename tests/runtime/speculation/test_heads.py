@@ -13,7 +13,8 @@ from compressor_runtime.speculation.acceptance import Acceptance
 from compressor_runtime.speculation.counts import Speculation
 from compressor_runtime.speculation.drafts import Drafts
 from compressor_runtime.speculation.hidden import Hidden
-from compressor_runtime.speculation.kinds.heads import HEAD_CANDIDATES, Heads, heads_prior
+from compressor_runtime.speculation.kinds.heads import Heads, heads_prior
+from compressor_runtime.speculation.kinds.recycling import CANDIDATES
 from compressor_runtime.speculation.kinds.registry import AUTO, members, served
 from compressor_runtime.speculation.pace import Always, Pace
 from compressor_runtime.speculation.tree import Room
@@ -109,7 +110,7 @@ def test_a_hidden_state_is_that_of_the_last_token_read() -> None:
 def test_who_serves_heads() -> None:
     assert "heads" not in served({"verify", "main"}) and "heads" in served(ENTRIES)
     assert [one.name for one in members(AUTO, ENTRIES)][-1] == "heads"
-    assert sum(heads_prior(("heads", 1, rank)) for rank in range(HEAD_CANDIDATES)) <= 1
+    assert sum(heads_prior(("heads", 1, rank)) for rank in range(CANDIDATES)) <= 1
 
 
 def test_what_is_refused() -> None:

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compressor_runtime.depth.counts import Depth
-from compressor_runtime.depth.stages import MOST_ROWS, Rows, Stages
+from compressor_runtime.depth.stages import Inputs, Stages, chain_inputs
+from compressor_runtime.speculation.engine import MOST_ROWS
 
 
 class EarlyExits:
@@ -53,13 +54,13 @@ class EarlyExits:
 
     def step(self, token: int) -> NDArray[np.float32]:
         """Read a token, and return the logits of what comes next, float32 [V]."""
-        rows = Rows.chain([token], self._advance(1))
-        given = self._stages.begin(rows)
-        stream = self._run(0, rows, given["stream"], given)
+        inputs: Inputs = chain_inputs([token], self._advance(1))
+        given = self._stages.begin(inputs)
+        stream = self._run(0, inputs, given["stream"], given)
         self.depth.tokens += 1
         for place, threshold in enumerate(self._thresholds):
             waiting = self._waiting[place]
-            waiting.add(rows, stream)
+            waiting.add(inputs, stream)
             asks = place == 0 and bool(self._give_up)
             if threshold <= 1 or asks:
                 logits = self._end(stream)
@@ -68,25 +69,26 @@ class EarlyExits:
                     self._confidences = [*self._confidences, confidence][-self._window :]
                 if confidence >= threshold and len(waiting) < MOST_ROWS * (place + 1):
                     return logits
-            rows, stream = waiting.taken()
-            self.depth.late += (len(rows) - 1) * (self._bounds[place + 2] - self._bounds[place + 1])
-            stream = self._run(place + 1, rows, stream, given)
+            inputs, stream = waiting.taken()
+            self.depth.late += (stream.shape[1] - 1) * (self._bounds[place + 2] - self._bounds[place + 1])
+            stream = self._run(place + 1, inputs, stream, given)
         return self._end(stream)
 
     def _run(
-        self, number: int, rows: Rows, stream: NDArray[np.float32], of_last: Mapping[str, NDArray[Any]]
+        self, number: int, inputs: Inputs, stream: NDArray[np.float32], of_last: Mapping[str, NDArray[Any]]
     ) -> NDArray[np.float32]:
         """Run a stage, for as many rows at once as have the bits of single ones.
 
         Args:
             of_last: what stages share, of the last row.
         """
-        self.depth.ran += len(rows) * (self._bounds[number + 1] - self._bounds[number])
+        count = stream.shape[1]
+        self.depth.ran += count * (self._bounds[number + 1] - self._bounds[number])
         found = []
-        for begin in range(0, len(rows), MOST_ROWS):
-            ids = rows.ids[begin : begin + MOST_ROWS].tolist()
-            part = Rows.chain(ids, int(rows.position[begin]))
-            shared = of_last if len(rows) == 1 else self._stages.begin(part)
+        for begin in range(0, count, MOST_ROWS):
+            ids = inputs["ids"][begin : begin + MOST_ROWS].tolist()
+            part = chain_inputs(ids, int(inputs["position"][begin]))
+            shared = of_last if count == 1 else self._stages.begin(part)
             found.append(self._stages.run(number, part, stream[:, begin : begin + MOST_ROWS], shared))
         return np.concatenate(found, 1)
 
@@ -107,18 +109,18 @@ class _Waiting:
     def __len__(self) -> int:
         return len(self._ids)
 
-    def add(self, rows: Rows, stream: NDArray[np.float32]) -> None:
+    def add(self, inputs: Inputs, stream: NDArray[np.float32]) -> None:
         """Let tokens wait, which follow those that do."""
         if not self._ids:
-            self._first = int(rows.position[0])
-        self._ids += rows.ids.tolist()
+            self._first = int(inputs["position"][0])
+        self._ids += inputs["ids"].tolist()
         self._streams.append(stream)
 
-    def taken(self) -> tuple[Rows, NDArray[np.float32]]:
+    def taken(self) -> tuple[Inputs, NDArray[np.float32]]:
         """Return all that wait, and let none wait any more."""
-        rows, stream = Rows.chain(self._ids, self._first), np.concatenate(self._streams, 1)
+        inputs, stream = chain_inputs(self._ids, self._first), np.concatenate(self._streams, 1)
         self._ids, self._streams = [], []
-        return rows, stream
+        return inputs, stream
 
 
 def top_probability(logits: NDArray[np.float32]) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compressor_runtime.depth.counts import Depth
-from compressor_runtime.depth.stages import Rows, Stages
+from compressor_runtime.depth.stages import Stages, inputs_of
 from compressor_runtime.speculation.parts import Parts
 
 
@@ -38,16 +38,16 @@ class FallingDepth:
             position: int64 [B], of each.
         """
         every = np.arange(len(ids))
-        rows = Rows(ids, position, np.full_like(every, -1), every)
-        given = self._stages.begin(rows)
+        inputs = inputs_of(ids, position, np.full_like(every, -1), every)
+        given = self._stages.begin(inputs)
         stream, ran = given["stream"], 0
         for number, (end, blocks) in enumerate(self._ends):
             runs = every if end is None else every[position < end]
             ran += blocks * len(runs)
             if len(runs) == len(ids):
-                stream = self._stages.run(number, rows, stream, given)
+                stream = self._stages.run(number, inputs, stream, given)
             elif len(runs):
-                part = Rows(ids[runs], position[runs], np.full_like(runs, -1), runs)
+                part = inputs_of(ids[runs], position[runs], np.full_like(runs, -1), runs)
                 stream = stream.copy()
                 stream[:, runs] = self._stages.run(number, part, stream[:, runs], self._stages.begin(part))
         if self.depth is not None:

@@ -54,30 +54,15 @@ def counted_tokens(
         if session.falling is not None:
             session.falling.depth = depth
         return next_tokens(lambda step: session.step(step)[0, -1], first, pick, ends, count)
-    return _early_tokens(early_steps(session, model, depth), first, pick, ends, count)
+    steps = early_steps(session, model, depth)
+
+    def step(tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        return steps.prompt(tokens) if tokens is first else steps.step(int(tokens[0, 0]))
+
+    return next_tokens(step, first, pick, ends, count, lambda: GIVEN_UP if steps.is_hopeless else "")
 
 
 def early_steps(session: Any, model: Mapping[str, Any], depth: Depth) -> EarlyExits:
     """Return the steps of a session of one sequence whose tokens leave early; they add to some counts."""
     stages, prompt = Stages(session.parts), lambda ids: session.step(ids)[0, -1]
     return EarlyExits(stages, model["exits"], prompt, lambda count: int(session.advance(count)[0]), depth)
-
-
-def _early_tokens(
-    steps: EarlyExits,
-    first: NDArray[np.int64],
-    pick: Callable[[NDArray[np.float32], bool], int],
-    ends: Mapping[int, str],
-    count: int,
-) -> Generator[int, None, str]:
-    tokens = first
-    for number in range(count):
-        logits = steps.prompt(tokens) if number == 0 else steps.step(int(tokens[0, 0]))
-        if steps.is_hopeless:
-            return GIVEN_UP
-        token = pick(logits, number == 0)
-        if token in ends:
-            return ends[token]
-        yield token
-        tokens = np.array([[token]])
-    return "length"

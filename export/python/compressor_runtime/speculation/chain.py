@@ -22,9 +22,6 @@ _RECENT = 64  # guesses that the mean over all levels mostly rests on
 class Stepper(Protocol):
     """A model that drafts for one text; it may be a part of the model that verifies."""
 
-    def begin(self) -> None:
-        """Start a draft behind the tokens that the session has stored."""
-
     def step(self, token: int, ahead: int) -> NDArray[np.float32]:
         """Read a token and return logits [V] of what comes after it.
 
@@ -91,7 +88,6 @@ class Chain:
         """Return a chain, up to the first token that ends the text."""
         tree, token, most = Tree(), self._last, min(room.nodes, room.depth)
         numbers = room.sampler.ahead(most) if room.sampler.temperature else np.zeros(most)
-        self._stepper.begin()
         while len(tree) < most and room.goes_on(tree.chances, self._mean.value):
             begin, node = self._pace.clock(), len(tree) - 1
             logits = self._stepper.step(token, node + 1)

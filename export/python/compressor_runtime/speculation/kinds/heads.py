@@ -17,11 +17,9 @@ from compressor_runtime.speculation.acceptance import Acceptance
 from compressor_runtime.speculation.candidates import best_first, top_candidates
 from compressor_runtime.speculation.hidden import HEADS, Hidden
 from compressor_runtime.speculation.kinds.kind import VERIFY, Kind, Shared
+from compressor_runtime.speculation.kinds.recycling import CANDIDATES, recycling_prior
 from compressor_runtime.speculation.pace import Pace
 from compressor_runtime.speculation.tree import Room, Tree
-
-HEAD_CANDIDATES = 8
-_HEAD_PRIOR = (0.4, 0.12, 0.06, 0.04, 0.03, 0.02, 0.02, 0.02)
 
 
 class Heads:
@@ -59,7 +57,7 @@ class Heads:
             return Tree()
         begin = self._pace.clock()
         logits = self._hidden.heads(state[None], [self._last])[0]  # [heads, V]
-        found = top_candidates(logits, min(HEAD_CANDIDATES, logits.shape[1])).tolist()
+        found = top_candidates(logits, min(CANDIDATES, logits.shape[1])).tolist()
         self._pace.note_draft(self.name, (self._pace.clock() - begin) / len(found))
 
         def candidates(_token: int, depth: int) -> list[int]:
@@ -71,7 +69,7 @@ class Heads:
 @cache
 def _head_sources(depth: int) -> Sequence[Hashable]:
     """Return what guesses rest on: head and rank."""
-    return [(HEADS, depth, rank) for rank in range(HEAD_CANDIDATES)]
+    return [(HEADS, depth, rank) for rank in range(CANDIDATES)]
 
 
 def _make(shared: Shared, session: Any, slot: int) -> Heads:
@@ -81,7 +79,7 @@ def _make(shared: Shared, session: Any, slot: int) -> Heads:
 def heads_prior(source: Hashable) -> float:
     """Return how often a candidate of a rank is right, before any was seen."""
     entry: Any = source
-    return _HEAD_PRIOR[entry[2]]
+    return recycling_prior(entry[2])
 
 
 HEADS_KIND = Kind(HEADS, _make, heads_prior, needs=(VERIFY, HEADS))

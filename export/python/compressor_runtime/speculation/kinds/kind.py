@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compressor_runtime.speculation.acceptance import Acceptance
+from compressor_runtime.speculation.chain import Chain, Mean, Stepper, chain_prior
 from compressor_runtime.speculation.pace import Pace
 from compressor_runtime.speculation.tree import Draft
 
@@ -17,7 +18,7 @@ VERIFY = "verify"
 
 @dataclass(frozen=True)
 class Shared:
-    """What the texts of a model share.
+    """Hold what the texts of a model share.
 
     Attributes:
         vocab_size: tokens of the model.
@@ -50,3 +51,18 @@ class Kind:
     prior: Callable[[Hashable], float]
     needs: tuple[str, ...] = (VERIFY,)
     is_automatic: bool = True
+
+
+def kind_of_chains(name: str, stepper: Callable[[Any, int], Stepper], needs: tuple[str, ...]) -> Kind:
+    """Return the kind whose drafts are chains of a model.
+
+    Args:
+        stepper: (session, slot) -> the model, for one text.
+        needs: entries that a library must have beside the one that verifies.
+    """
+
+    def make(shared: Shared, session: Any, slot: int) -> Chain:
+        mean = shared.kept.setdefault(name, Mean())
+        return Chain(name, stepper(session, slot), shared.pace, shared.acceptance, mean)
+
+    return Kind(name, make, chain_prior, (VERIFY, *needs))

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from compressor_runtime.speculation.chain import Chain, Mean, chain_prior
-from compressor_runtime.speculation.kinds.kind import VERIFY, Kind, Shared
+from compressor_runtime.speculation.kinds.kind import kind_of_chains
 from compressor_runtime.speculation.parts import BEGIN, END
 
 REST = "rest"
@@ -30,9 +29,6 @@ class FirstLayers:
     def __init__(self, session: Any, slot: int) -> None:
         self._session, self._slot = session, slot
 
-    def begin(self) -> None:
-        """Start behind the tokens that are stored."""
-
     def step(self, token: int, ahead: int) -> NDArray[np.float32]:
         """Read a token through the first layers, the last norm and the head; return logits [V]."""
         rows = self._session.begin([token], [ahead], [self._slot])
@@ -40,11 +36,5 @@ class FirstLayers:
         return logits
 
 
-def _make_exit(shared: Shared, session: Any, slot: int) -> Chain:
-    if EXIT.name not in shared.kept:
-        shared.kept[EXIT.name] = Mean()
-    return Chain(EXIT.name, FirstLayers(session, slot), shared.pace, shared.acceptance, shared.kept[EXIT.name])
-
-
-EXIT = Kind("exit", _make_exit, chain_prior, needs=(VERIFY, BEGIN, REST, END))
+EXIT = kind_of_chains("exit", FirstLayers, (BEGIN, REST, END))
 """Drafts from the model's first layers."""

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from compressor_runtime.speculation.chain import Chain, Mean, chain_prior
-from compressor_runtime.speculation.kinds.kind import VERIFY, Kind, Shared
+from compressor_runtime.speculation.kinds.kind import kind_of_chains
 
 NAME = "planes"
 """Of the kind, and of the entry."""
@@ -29,19 +28,11 @@ class UpperPlanes:
     def __init__(self, session: Any, slot: int) -> None:
         self._session, self._slot = session, slot
 
-    def begin(self) -> None:
-        """Do nothing: what was drafted before is written over."""
-
     def step(self, token: int, ahead: int) -> NDArray[np.float32]:
         """Read a token ``ahead`` places behind the stored ones; return logits [V] of what comes after it."""
         logits: NDArray[np.float32] = self._session.draft(NAME, [token], [ahead], [self._slot])[0]
         return logits
 
 
-def _make_planes(shared: Shared, session: Any, slot: int) -> Chain:
-    mean = shared.kept.setdefault(NAME, Mean())
-    return Chain(NAME, UpperPlanes(session, slot), shared.pace, shared.acceptance, mean)
-
-
-PLANES = Kind(NAME, _make_planes, chain_prior, (VERIFY, NAME))
+PLANES = kind_of_chains(NAME, UpperPlanes, (NAME,))
 """Drafts of the model itself, from the upper planes of its weights."""
