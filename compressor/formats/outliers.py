@@ -1,4 +1,4 @@
-"""What a format stores as floats beside the codes of a weight: single weights, and whole input columns.
+"""Store single weights and whole input columns as floats, beside the codes of a weight.
 
 They are added to what the codes stand for.  Single weights are in CSR over the rows of all tiles, and their number is
 the percentage of rows and columns filled up to tiles and chunks, rounded; columns are whole::

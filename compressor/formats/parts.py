@@ -209,7 +209,7 @@ PARTS = tuple(part.name for part in PART_TABLE)
 TILED = tuple(part.name for part in PART_TABLE if part.is_tiled)
 """Those whose first dimension is tiles of rows."""
 CODES = ("codes", "lower")
-"""Those of them that hold codes."""
+"""Names of the parts that hold codes."""
 TIMING_FILL = {part.name: part.timing_fill for part in PART_TABLE}
 """What each holds while schedules are timed."""
 

@@ -65,7 +65,7 @@ class TrainingOptions(LoopOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightOptions:
-    """Which parameters are trained.
+    """Choose the parameters that are trained.
 
     Attributes:
         vectors: train norms and biases too.
@@ -82,7 +82,7 @@ class WeightOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterOptions:
-    """What is trained in the place of linears' weights.
+    """Train small matrices in the place of linears' weights.
 
     Attributes:
         adapter_rank: train, for each linear, two matrices of this rank, whose product is added to its weight at the end
@@ -94,7 +94,7 @@ class AdapterOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherOptions:
-    """How far outputs are from those of the teacher.
+    """Weigh how far outputs are from those of the teacher.
 
     Attributes:
         temperature: logits are divided by it; above 1, unlikely tokens count for more.

@@ -89,7 +89,7 @@ def compile_program(
     """
     converter = WebConverter()
     info = graph.meta["model"]
-    made = entries(graph, only=())  # there are no kernels in WGSL that verify drafted tokens
+    made = entries(graph, only=())  # no kernel in WGSL verifies drafted tokens
     mod, named, activations, _ = _import(made, converter, _NarrowImporter, _make_narrow)
     with target:
         mod = run_phases(mod, web_phases(), converter.smallest_packed, activations, dump)

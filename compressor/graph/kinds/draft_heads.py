@@ -30,7 +30,7 @@ from compressor.graph.rewrite import drop_dead_parameters, held_tensor, set_para
 from compressor.graph.sites import PACKED_FORM, linear_sites
 
 NAME = "draft_heads"
-"""Of the module that the heads' linears are in."""
+"""Name of the module that holds the heads' linears."""
 _ATEN, _DENSE = torch.ops.aten, torch.ops.compressor.dense_linear.default
 _ROLL, _INDEX, _EMBEDDING = _ATEN.roll.default, _ATEN.index.Tensor, _ATEN.embedding.default
 _LINEAR = "torch.nn.modules.linear.Linear"

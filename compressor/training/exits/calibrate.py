@@ -18,7 +18,7 @@ from compressor.pipeline.context import Context
 from compressor.training.exits.measure import ExitFigures, head_cost, measure_exits
 
 Action: TypeAlias = Literal["exit", "stop", "both"]
-"""What confidence decides: that a token leaves, that a text is given up, or either."""
+"""Choices that confidence makes: whether a token leaves, whether a text is given up, or both."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from compressor.training.device import Device
 from compressor.training.trainable import Outputs, TrainableGraph
 
 Curriculum: TypeAlias = Literal["rotational", "gradual", "all"]
-"""Which exits have a loss: one after the other, from the last to the first during half of the steps, or always all."""
+"""Order in which exits have a loss: in turn, from the last to the first during half of the steps, or all at once."""
 
 
 def dropout_rate(block: int, blocks: int, most: float) -> float:

@@ -132,7 +132,7 @@ def prompt_products(weights: Weights, shape: Any, store: Any, few: Any) -> Any:
     Args:
         shape: the kernel's :class:`compressor.codegen.kernels.linear.packed.Shape`.
         store: adds what a token's outputs still lack, and stores them.
-        few: takes fewer tokens than :func:`fewest`, with the same arguments; None where there are no fewer.
+        few: macro for fewer tokens than :func:`fewest`, with the same arguments; None if the kernel gets no fewer.
     """
     fmt, isa, kept, width = shape.body.fmt, shape.body.isa, shape.kept, shape.width
     steps, left = weights.steps(1), shape.body.blocks
