@@ -95,8 +95,8 @@ def _continue(bundle: Any, asked: dict[str, Any], requests: BinaryIO, send: Call
 
 def _early(bundle: Any, ids: Any, room: int) -> Any:
     """Return logits [S, V] of what comes after each token, step by step, where tokens leave early."""
-    from compressor_runtime.depth.counts import Depth
     from compressor_runtime.depth.tokens import early_steps
+    from compressor_runtime.generation import Depth
 
     steps = early_steps(bundle.session(1, room), bundle.model, Depth(bundle.model["exits"]["of"]))
     return np.array([steps.prompt(ids[None, :1]), *(steps.step(int(token)) for token in ids[1:])])
@@ -104,8 +104,8 @@ def _early(bundle: Any, ids: Any, room: int) -> Any:
 
 def _continued_early(bundle: Any, prompt: Any, count: int) -> Any:
     """Return the likeliest next tokens [1, count] of a prompt [1, S], where they leave early; none is given up."""
-    from compressor_runtime.depth.counts import Depth
     from compressor_runtime.depth.tokens import early_steps
+    from compressor_runtime.generation import Depth
 
     session = bundle.session(1, prompt.shape[1] + count)
     steps = early_steps(session, bundle.model, Depth(bundle.model["exits"]["of"]))

@@ -20,9 +20,8 @@ import torch
 import transformers
 from click.testing import CliRunner
 from compressor_runtime import RequestError
-from compressor_runtime.depth.counts import Depth
 from compressor_runtime.depth.tokens import early_steps
-from compressor_runtime.generation import checked_sampler
+from compressor_runtime.generation import Depth, checked_sampler
 from compressor_runtime.speculation.counts import Speculation as Counts
 from compressor_runtime.speculation.drafts import Drafts
 from compressor_runtime.speculation.engine import Engine, Text

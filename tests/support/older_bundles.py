@@ -17,7 +17,6 @@ _MODULES = (
         "device/recorded",
         "device/choice",
         "device/caches",
-        "depth/counts",
         "speculation/parts",
         "depth/stages",
         "depth/falling",

@@ -16,14 +16,13 @@ from numpy.typing import ArrayLike, NDArray
 from compressor_runtime.arguments import array, check_inputs, prompt_ids, stops_of, token_ids, whole
 from compressor_runtime.check import check_files
 from compressor_runtime.cpu import choose_library, thread_count
-from compressor_runtime.depth.counts import Depth
 from compressor_runtime.depth.tokens import counted_tokens, counts_of
 from compressor_runtime.device.choice import choose_device
 from compressor_runtime.device.gpu import Gpu
 from compressor_runtime.device.host import Host
 from compressor_runtime.device.recorded import Record, Recorder
 from compressor_runtime.errors import BundleError, DamagedBundleError, RequestError
-from compressor_runtime.generation import Generation, Sampler, TextStream, checked_sampler
+from compressor_runtime.generation import Depth, Generation, Sampler, TextStream, checked_sampler
 from compressor_runtime.manifest import (
     GENERATING,
     TOKENIZER,

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from compressor_runtime.depth.counts import Depth
 from compressor_runtime.depth.early import EarlyExits, top_probability
+from compressor_runtime.generation import Depth
 from compressor_runtime.speculation.engine import MOST_ROWS
 from toy_stages import VOCABULARY, ToyModel
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from compressor_runtime.depth.counts import Depth
 from compressor_runtime.depth.falling import FallingDepth
+from compressor_runtime.generation import Depth
 from toy_stages import VOCABULARY, ToyModel
 
 ENDS = [None, 4, 9, 9, None]

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compressor_runtime.depth.counts import Depth
 from compressor_runtime.depth.tokens import GIVEN_UP, counted_tokens, early_steps
 from compressor_runtime.device.host import Host
+from compressor_runtime.generation import Depth
 from compressor_runtime.session import Session
 from kernel_cases import Program
 from numpy.typing import NDArray

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from compressor_runtime.depth.counts import Depth
 from compressor_runtime.depth.stages import Inputs, Stages, chain_inputs
+from compressor_runtime.generation import Depth
 from compressor_runtime.speculation.engine import MOST_ROWS
 
 

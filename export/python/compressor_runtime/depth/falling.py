@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from compressor_runtime.depth.counts import Depth
 from compressor_runtime.depth.stages import Stages, inputs_of
+from compressor_runtime.generation import Depth
 from compressor_runtime.speculation.parts import Parts
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from compressor_runtime.depth.counts import Depth
 from compressor_runtime.depth.early import EarlyExits
 from compressor_runtime.depth.stages import Stages
-from compressor_runtime.generation import next_tokens
+from compressor_runtime.generation import Depth, next_tokens
 from compressor_runtime.speculation.counts import Speculation
 from compressor_runtime.speculation.drafts import speculation
 
