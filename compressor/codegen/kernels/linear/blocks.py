@@ -21,11 +21,11 @@ from compressor.codegen.kernels.linear.squeeze import ROOM, KeptProducts, squeez
 from compressor.codegen.kernels.vector import registers
 from compressor.formats.parts import TILE_ROWS
 
-_TOKENS, _TOKENS_OF_LONG = (8, 6, 4, 2), (8, 4)
+_TOKENS, _TOKENS_OF_LONG = (8, 4, 2), (8, 4)
 """Tokens of blocks; fewer blocks where a chunk takes so many statements that they would double the time to compile."""
 _MOST_TILES = 4
 _MOST_STATEMENTS = 64  # of a chunk: LLVM's time grows with their square
-_SLOW_TOKENS = 6
+_SLOW_TOKENS = 8
 """Tokens from which on a page takes longer than the processor fetches ahead of it; for fewer, asking costs more."""
 _SUMS = {16: 16, 8: 12}
 """Registers of sums, by lanes: of 32, or 16, of which codes, activations and outputs take others."""
