@@ -128,7 +128,7 @@ def test_what_cannot_work_is_refused_before_any_work(tmp_path: Path) -> None:
 def test_browsers_answer_a_source(
     tmp_path: Path, require_adapter: None, require_tool: Callable[[str], Path], open_page: Callable[..., Any]
 ) -> None:
-    """Logits of both engines against transformers in float64; tokens in Node, and in a page with either engine."""
+    """Logits of both engines against transformers in float64; tokens in Node and in a page."""
     require_tool("wasm-ld")
     model = saved_bart(tmp_path)
     passes = [{"rtn": {"scheme": "W4A16_G32", "targets": "re:.*", "ignore": ["lm_head"]}}]
@@ -165,14 +165,13 @@ def test_browsers_answer_a_source(
     found = in_node(bundle, in_turns, given)
     assert found[:2] == [tokens, 3]
     assert found[2] == ["request", "an encoder-decoder's session begins with a source: give a text or token ids"]
-    for query in ("?device=webgpu", "?device=wasm"):
-        page = open_page(bundle, query=query)
-        assert page.evaluate(f"async (given) => {{ {in_turns} }}", given) == found
-        page.fill("#prompt", " ".join(f"w{i}" for i in given))
-        page.fill("#tokens", "12")
-        page.click("#go")
-        page.wait_for_function("document.getElementById('speed').textContent")
-        assert page.inner_text("#text").split() == [f"w{i}" for i in tokens]
+    page = open_page(bundle)
+    assert page.evaluate(f"async (given) => {{ {in_turns} }}", given) == found
+    page.fill("#prompt", " ".join(f"w{i}" for i in given))
+    page.fill("#tokens", "12")
+    page.click("#go")
+    page.wait_for_function("document.getElementById('speed').textContent")
+    assert page.inner_text("#text").split() == [f"w{i}" for i in tokens]
 
 
 def test_biases_of_distances_are_served(tmp_path: Path, require_tool: Callable[[str], Path]) -> None:

@@ -20,6 +20,8 @@ from compressor.data.images import load_images
 from compressor.graph.model import ModelInfo
 from compressor.recipe.recipe import Recipe
 
+pytestmark = pytest.mark.usefixtures("no_speed")
+
 pytest.importorskip("PIL")
 RECIPE = "gptq_w4a16_clip_x86"
 TEXTS = [f"a photo of a {name}." for name in CLASSES]

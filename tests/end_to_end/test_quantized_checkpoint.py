@@ -17,6 +17,8 @@ from tiny_models import save_model
 from compressor.capture.capture import capture
 from compressor.cli.commands import main
 
+pytestmark = pytest.mark.usefixtures("no_speed")
+
 RECIPE = """model: model
 evaluation: {text: text.txt, tokens: 96}
 passes: [rtn: {scheme: W4A16_G32, targets: Linear, ignore: [lm_head]}]

@@ -21,6 +21,8 @@ import compressor
 from compressor.cli.commands import main
 from compressor.evaluate.speech.error_rates import edit_distance
 
+pytestmark = pytest.mark.usefixtures("no_speed")
+
 POSITIONS = 16
 RECIPE = "gptq_w4a16_speech_x86"
 

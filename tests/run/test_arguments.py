@@ -16,6 +16,8 @@ import compressor
 from compressor.errors import CaptureError, CompressorError, RecipeError, UsageError, VerificationError
 from compressor.pipeline.context import Context
 
+pytestmark = pytest.mark.usefixtures("no_speed")
+
 X = torch.linspace(-1, 1, 64).reshape(2, 32)
 RECIPE: dict[str, Any] = {"passes": [{"rtn": {"scheme": "W8A16"}}], "tune": "off", "target": "null"}
 

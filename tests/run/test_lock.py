@@ -22,6 +22,8 @@ from compressor.recipe.recipe import Recipe
 from compressor.run.job import run_recipe
 from compressor.run.lock import LOCK_NAME, Lock, check_lock, check_place, read_lock, save_lock
 
+pytestmark = pytest.mark.usefixtures("no_speed")
+
 RECIPE = {"passes": [{"rtn": {"scheme": "W4A16_G128"}}], "seed": 3}
 IDS = torch.arange(12).view(3, 4)
 

@@ -62,7 +62,7 @@ def decoding_error(graph: GraphModule, library: Library) -> float:
     return max(errors)
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", sorted(DECODERS.keys() - {"llama"}))  # as the shipped model; see end_to_end
 def test_decoder(name: str, tmp_path: Path) -> None:
     build(DECODERS[name]()).half().save_pretrained(tmp_path)
     graph = quantized(capture(tmp_path), "W4A16_G32", ignore=() if name == PACKED_HEAD else ("lm_head",))
