@@ -67,7 +67,7 @@ def rows(name: str, size: int, turns: int) -> Iterable[str]:
     """Yield a format's rows of the table."""
     fmt, rng, weight = Format.parse(name), torch.Generator().manual_seed(1), random_weight(name, size)
     x, isa = torch.randn(1, 1, size, generator=rng), X86().resolve()
-    tried = {s: build(packed.packed_linear(size, size, fmt, False, isa, s)) for s in packed.gemv_space(size // 16)}
+    tried = {s: build(packed.packed_linear(size, size, fmt, False, isa, s)) for s in packed.gemv_space(size // 16, fmt)}
     calls = {s: caller(kernel, weight, x) for s, kernel in tried.items()}
     best = min(calls, key=lambda s: statistics.median(t for _ in range(3) for t in calls[s]()))
     skipping = build(skipping_linear([size], size, Format.parse(f"{name}_SKIP"), False, isa))

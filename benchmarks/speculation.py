@@ -55,7 +55,7 @@ LOOKUP = "speculate_lookup_x86"
 KINDS = {kind: LOOKUP for kind in ("lookup", "recycle", "auto")}
 KINDS |= {"planes": "speculate_planes_x86", "heads": "draft_heads_x86"}
 """Kind of drafts -> recipe of a bundle that serves it."""
-ROWS, STEPS, TURNS = 16, 8, 25
+ROWS, STEPS, TURNS, CHOICES = 16, 8, 25, 200
 PROMPT, COPIED_LINES = 128, 3
 FUNCTION_TOKENS = (48, 200)
 PLAIN, CONTROL = "plain", "off"
@@ -183,7 +183,7 @@ def measured(
                 seconds[kind].append(least)
                 if counts is not None:
                     total[kind] = total[kind] + counts if kind in total else counts
-    plain_s = sum(seconds[PLAIN])
+    plain_s, choice_s = sum(seconds[PLAIN]), choosing_time(bundle, task.temperature)
     result = {}
     for kind in kinds[1:]:
         ratios = [plain / other for plain, other in zip(seconds[PLAIN], seconds[kind], strict=True)]
@@ -192,19 +192,28 @@ def measured(
         figures |= {"median": median(ratios), "quartiles": [low, high], "seconds": sum(seconds[kind])}
         if kind in total:
             figures |= total[kind].facts() | {"rows": dict(sorted(total[kind].rows.items()))}
-            figures |= {"predicted": predicted(total[kind], plain_s, times)}
+            figures |= {"predicted": predicted(total[kind], choice_s, times)}
         result[kind] = figures
     return result
 
 
-def predicted(counts: Speculation, plain_s: float, times: dict[int, float]) -> float:
+def choosing_time(bundle: Bundle, temperature: float) -> float:
+    """Return the seconds in which a token is chosen from logits: the lower quartile."""
+    logits, sampler, times = bundle.session().step([[1]])[0, -1], checked_sampler(temperature, 0, 1.0, 0), []
+    for _ in range(CHOICES):
+        begin = time.thread_time()
+        sampler.pick(logits)
+        times.append(time.thread_time() - begin)
+    return float(np.quantile(times, QUANTILE))
+
+
+def predicted(counts: Speculation, choice_s: float, times: dict[int, float]) -> float:
     """Return the gain to expect from times of verifications, what drafts cost, and how many rows were verified.
 
     Args:
-        plain_s: of the same texts in plain steps, choices among logits included; of these it gives the part.
+        choice_s: in which a token is chosen from logits.
     """
-    steps_s = counts.tokens * times[0]
-    choosing_s = max(0.0, plain_s - steps_s)
+    steps_s, choosing_s = counts.tokens * times[0], counts.tokens * choice_s
     spent_s = sum(count * times[rows if rows > 1 else 0] for rows, count in counts.rows.items())
     return (steps_s + choosing_s) / (spent_s + choosing_s + counts.draft_s)
 

@@ -147,7 +147,9 @@ def _candidates(kernel: LinearKernel, isa: Isa) -> tuple[int, int]:
     if kernel.format is None:
         return len(dense_linear.gemv_space()), len(dense_linear.gemm_space(1))
     tiles = -(-kernel.rows // TILE_ROWS)
-    return len(packed_linear.gemv_space(tiles)), len(packed_linear.gemm_space(tiles, 1, kernel.format, isa))
+    return len(packed_linear.gemv_space(tiles, kernel.format)), len(
+        packed_linear.gemm_space(tiles, 1, kernel.format, isa)
+    )
 
 
 def compile_seconds(graph: GraphModule, prices: Prices, tune: str, isa: Isa) -> float:

@@ -192,7 +192,7 @@ def check_packed_linear(
     packed = random_packed(fmt, rows, columns, rng)
     bias = torch.randn(rows, generator=rng) if has_bias else None
     tiles = -(-rows // TILE_ROWS)
-    space = packed_linear.gemm_space(tiles, packed_linear.gemv_space(tiles)[0].gemv_tiles, fmt, isa)
+    space = packed_linear.gemm_space(tiles, packed_linear.gemv_space(tiles, fmt)[0].gemv_tiles, fmt, isa)
     schedule = pick.choice(space)
     if is_small and tiles_support(fmt, isa):
         counts = [n for n in (1, 2) if tiles % n == 0]

@@ -23,7 +23,7 @@ from compressor.codegen.kernels.linear import bit_planes
 from compressor.codegen.kernels.linear.blocks import FewRows, vector_block
 from compressor.codegen.kernels.linear.packed import Schedule, Shape, store_outputs, tile_block
 from compressor.codegen.kernels.linear.preparation import Prepared, preparation
-from compressor.codegen.kernels.linear.weights import Weight, Weights, parameter
+from compressor.codegen.kernels.linear.weights import Apart, Weight, Weights, parameter
 from compressor.codegen.kernels.vector import VECTOR, emit_tree_sum
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format
@@ -122,12 +122,12 @@ def packed_routed_linear(
                 block(at, end, weight, first, schedule.gemm_tiles, begin + j * step, step)
 
     @T.inline
-    def each_task(steps, n_tiles, begin, of_expert, place, multiply):
+    def each_task(steps, tiles_of, begin, of_expert, place, multiply):
         for i in T.parallel(experts * steps):
             e = T.meta_var(T.bind(T.Cast("int64", i % experts)))
             end = T.meta_var(T.bind(begin[e + 1]))
             weight = T.meta_var(of_expert(e))
-            multiply(place(weight), end, weight, i // experts * n_tiles, begin[e])
+            multiply(place(weight), end, weight, tiles_of(i // experts), begin[e])
 
     @T.prim_func(s_tir=True, private=True)
     def kernel() -> None:
@@ -153,7 +153,7 @@ def packed_routed_linear(
                     of_task = T.meta_var(_of_expert(stored, bias, rows, chosen[k], y, k if once else 0))
                     there = T.meta_var(Prepared([single], [], a, operands, halves, sums, factor, of_task.parts))
                     slot = T.meta_var(T.int64(0) if once else k)
-                    first = T.meta_var(i % gemv_steps * schedule.gemv_tiles)
+                    first = T.meta_var(Apart(i % gemv_steps, gemv_steps))
                     block(there, T.int64(each), of_task, first, schedule.gemv_tiles, slot, 1)
             _clear_others(chosen, y, T.int64(each), rows, experts)
         else:
@@ -169,13 +169,15 @@ def packed_routed_linear(
                 at = T.meta_var(Prepared([row], [], a, operands, halves, sums, factor, of_slot.parts))
                 prepare(at, s)
             of_expert = T.meta_var(lambda e: _of_expert(stored, bias, rows, e, held, 0))
+            side_by_side = T.meta_var(lambda number: number * schedule.gemm_tiles)
+            apart = T.meta_var(lambda number: Apart(number, few_steps))
             place = T.meta_var(lambda w: Prepared([gathered], [], a, operands, halves, sums, factor, w.parts))
             if not shape.has_few:
-                each_task(gemm_steps, schedule.gemm_tiles, begin, of_expert, place, many)
+                each_task(gemm_steps, side_by_side, begin, of_expert, place, many)
             elif t <= INDEPENDENT_ROWS:
-                each_task(few_steps, of_few.tiles, begin, of_expert, place, of_few.multiply)
+                each_task(few_steps, apart, begin, of_expert, place, of_few.multiply)
             else:
-                each_task(gemm_steps, schedule.gemm_tiles, begin, of_expert, place, many)
+                each_task(gemm_steps, side_by_side, begin, of_expert, place, many)
             for s in T.parallel(begin[experts]):
                 _copy_row(held, s, y, order[s], rows)
             _clear_others(chosen, y, pairs, rows, experts)

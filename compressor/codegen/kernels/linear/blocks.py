@@ -92,7 +92,7 @@ class FewRows:
         def go(at, end, weight, first, begin):
             for part in range(each // size.tiles):
                 for j in range((end - begin + (size.tokens - 1)) // size.tokens):
-                    tile, m0 = T.meta_var((first + part * size.tiles, begin + j * size.tokens))
+                    tile, m0 = T.meta_var((first.behind(part * size.tiles), begin + j * size.tokens))
                     block(at, end, weight, tile, size.tiles, m0, size.tokens)
 
         @T.inline
@@ -115,7 +115,7 @@ class FewRows:
         @T.inline
         def few(at, tokens, _turned):
             for i in T.parallel(weights.steps(each)):
-                weight, first = T.meta_var(weights.of_task(i, each))
+                weight, first = T.meta_var(weights.apart(i, each))
                 multiply(at, tokens, weight, first, T.int64(0))
 
         return few

@@ -22,7 +22,7 @@ from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.linear.products import Products
-from compressor.codegen.kernels.linear.weights import Weight, Weights
+from compressor.codegen.kernels.linear.weights import Apart, Weight, Weights
 from compressor.codegen.kernels.vector import splat
 from compressor.formats.extras import SingleZeros
 from compressor.formats.format import Format
@@ -78,6 +78,11 @@ class ExpandingWeights(Weights):
         expanded = T.alloc_buffer((n_tiles, one.steps * _WORDS, 1, TILE_ROWS), "int32")
         one.emit(expanded, first, n_tiles)
         return replace(weight, parts={**weight.parts, "codes": _Tiles(expanded, first)}), first
+
+    def apart(self, i: Any, n_tiles: int) -> tuple[Weight, Apart]:
+        """Return tiles side by side, as a task expands them."""
+        weight, first = self.of_task(i, n_tiles)
+        return weight, Apart(first, T.int64(1))
 
 
 def weights_of(rows: Sequence[int], columns: int, fmt: Format, has_bias: bool, has_residual: bool, isa: Isa) -> Weights:

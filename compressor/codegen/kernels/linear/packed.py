@@ -59,9 +59,13 @@ def supports(fmt: Format, isa: Isa) -> str:
     return text if unread else expand.supports(fmt, isa)
 
 
-def gemv_space(tiles: int) -> list[Schedule]:
-    """Schedules that differ in what one token takes, for a weight of ``tiles`` tiles; the default first."""
-    return [Schedule(n, *_GEMM_DEFAULT) for n in (4, 2, 8, 1) if tiles % n == 0]
+def gemv_space(tiles: int, fmt: Format) -> list[Schedule]:
+    """Schedules that differ in what one token takes, for a weight of ``tiles`` tiles; the default first.
+
+    Four places in memory at once are read quickest, and a tile whose codes lie in two planes has two.
+    """
+    order = (4, 2, 8, 1) if fmt.extra(TwoPlanes) is None else (2, 4, 1, 8)
+    return [Schedule(n, *_GEMM_DEFAULT) for n in order if tiles % n == 0]
 
 
 def gemm_space(tiles: int, gemv_tiles: int, fmt: Format, isa: Isa) -> list[Schedule]:
@@ -87,7 +91,7 @@ def common_schedule(schedule: Schedule, rows: Sequence[int], fmt: Format, isa: I
     tiles = gcd(*(-(-n // TILE_ROWS) for n in rows))
     gemv, gemm = schedule.gemv_tiles, (schedule.gemm_tiles, schedule.gemm_tokens)
     if tiles % gemv:
-        gemv = max(one.gemv_tiles for one in gemv_space(tiles))
+        gemv = max(one.gemv_tiles for one in gemv_space(tiles, fmt))
     if tiles % schedule.gemm_tiles:
         gemm = max((one.gemm_tiles, one.gemm_tokens) for one in gemm_space(tiles, gemv, fmt, isa))
     return Schedule(gemv, *gemm)
@@ -209,6 +213,8 @@ def fused_linear(
     of_few = FewRows(shape, block)
     few = of_few.loop()
 
+    # Inputs that are gathered tile by tile go on to the next one.
+    of_one = weights.apart if body is shape.given else weights.of_task
     many: Any
     if turns:
         many = prompts.prompt_products(weights, shape, store, None if only > 1 else few)
@@ -221,7 +227,7 @@ def fused_linear(
     def one(at, tokens):
         prepare(at, T.int64(0))
         for i in T.parallel(weights.steps(schedule.gemv_tiles)):
-            weight, first = T.meta_var(weights.of_task(i, schedule.gemv_tiles))
+            weight, first = T.meta_var(of_one(i, schedule.gemv_tiles))
             single(at, tokens, weight, first)
 
     @T.inline

@@ -62,6 +62,22 @@ class _Planes:
         return self.each[word][tile, chunk, 0, row]
 
 
+@dataclass(frozen=True)
+class Apart:
+    """Tiles of a task that do not lie side by side: tile ``n`` is written ``first + n``, as of those that do."""
+
+    first: Any
+    stride: Any
+
+    def __add__(self, n: Any) -> Any:
+        """Return the number of tile ``n``."""
+        return self.first + n * self.stride
+
+    def behind(self, n: Any) -> Apart:
+        """Return the tiles from ``n`` on."""
+        return Apart(self + n, self.stride)
+
+
 class Weights:
     """All weights of a kernel: [rows, columns] each, of one format."""
 
@@ -109,9 +125,23 @@ class Weights:
 
     def of_task(self, i: Any, n_tiles: int) -> tuple[Weight, Any]:
         """Return the weight that task ``i`` belongs to, and the first of the task's tiles in it."""
+        weight, number = self._numbered(i, n_tiles)
+        return weight, number * n_tiles
+
+    def apart(self, i: Any, n_tiles: int) -> tuple[Weight, Apart]:
+        """Return as :meth:`of_task`, for few tokens: the tiles of a task lie a part of the weight apart.
+
+        Each task goes on in memory where the one before it stopped, in every part: what the processor fetches ahead is
+        of use, and tasks of adjacent tiles would jump.
+        """
+        weight, number = self._numbered(i, n_tiles)
+        return weight, Apart(number, self.of_each(i, n_tiles, [tiles // n_tiles for tiles in self.tiles]))
+
+    def _numbered(self, i: Any, n_tiles: int) -> tuple[Weight, Any]:
+        """Return the weight that task ``i`` belongs to, and the task's number among this weight's."""
         first = self._all[0]
         if len(self._all) == 1:
-            return first, i * n_tiles
+            return first, i
         ends = self._ends(n_tiles)
         which = T.bind(sum((T.Cast("int32", i >= end) for end in ends[:-1]), T.int32(0)))
         place = iter(range(len(self._buffers(first))))
@@ -125,7 +155,7 @@ class Weights:
         parts = {name: pick(buffer, buffer.shape) for name, buffer in first.parts.items()}
         bias = pick(first.bias, first.bias.shape) if self.has_bias else None
         y = pick(first.y, (first.y.shape[0], rows))
-        return Weight(rows, parts, bias, None, y), (i - self.of_each(i, n_tiles, [0, *ends[:-1]])) * n_tiles
+        return Weight(rows, parts, bias, None, y), i - self.of_each(i, n_tiles, [0, *ends[:-1]])
 
     def _ends(self, n_tiles: int) -> list[int]:
         """Return the task behind the last one of each weight."""
@@ -133,7 +163,7 @@ class Weights:
 
     def of_each(self, i: Any, n_tiles: int, values: Sequence[int]) -> Any:
         """Return the value of the weight that task ``i`` belongs to, of one for each."""
-        if len(values) == 1:
+        if len(set(values)) == 1:
             return T.int64(values[0])
         chosen = T.int64(values[-1])
         for end, value in zip(self._ends(n_tiles)[-2::-1], values[-2::-1], strict=True):
