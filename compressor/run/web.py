@@ -85,11 +85,6 @@ class WebBackend:
             raise UsageError(
                 f"{info.name}: the target webgpu cannot run some blocks alone (early_exit, skip_decode); take x86"
             )
-        if info.speculates and not self._target.wasm:
-            raise UsageError(
-                f"{info.name}: the target webgpu without WebAssembly has no kernels for drafted tokens (`speculate`); "
-                "leave `wasm: false` out, or take the target x86"
-            )
         if info.speculates and info.draft_heads:
             raise UsageError(
                 f"{info.name}: browsers have no drafts by heads; leave `draft_heads` or `speculate` out, or take the "
@@ -121,8 +116,6 @@ class WebBackend:
             )
         self.check(graph)  # once more: a pass that plans nothing may have left what is not served
         self._program = compile_program(graph, self._target.tvm_target(self._target.resolve()), dump(None))
-        if graph.meta["model"].speculates:
-            self.notes.append("speculate: drafted tokens are verified in WebAssembly; WebGPU takes plain steps")
         if self._target.wasm:
             self._wasm = compile_wasm(graph, SIMD128, dump(SIMD128))
         if self.runs_here:

@@ -58,7 +58,7 @@ export async function tune(engine, { budget = 5000, onProgress = () => {} } = {}
       onProgress({ elapsed: passed(), budget, kernel: task.name });
       await settle(engine, clock, task);
     }
-    engine.generation += 1; // what is planned has the old kernels
+    for (const one of [engine, ...Object.values(engine.entries ?? {})]) one.generation += 1; // plans have the old kernels
     const kernels = tasks.map(({ name, tokens, calls, tried, shipped, tuned, worst, constants }) =>
       ({ name, tokens, calls, tried, default_ms: shipped, tuned_ms: tuned, worst_ms: worst, constants }));
     return { adapter: engine.adapter, seconds: passed() / 1000, kernels };
@@ -162,6 +162,9 @@ async function settle(engine, clock, task) {
   const { pipeline, constants } = isFaster ? task.best : { pipeline: task.pipeline, constants: task.record.constants };
   Object.assign(task, { tuned: isFaster ? tuned : shipped, constants });
   engine.kernels[task.name] = Promise.resolve(pipeline);
+  for (const [name, { order_of }] of Object.entries(engine.program.kernels)) {
+    if (order_of === task.name) delete engine.kernels[name]; // it is compiled anew, to add in the same order
+  }
   await keep(engine, task.name, constants);
 }
 
