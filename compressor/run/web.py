@@ -38,6 +38,7 @@ _SERVED = ("decoder", "encoder", "seq2seq")
 _KERNEL_BYTES, _KERNELS, _STEP_BYTES = 6000, 10, 60  # fitted; sources are repeated for one token and for several
 _WASM_KERNEL_BYTES, _WASM_BYTES = 24_000, 40_000  # of linears, and the rest
 _VERIFY_BYTES, _WASM_STEP_BYTES = 8_000, 60  # attention of trees, and the second program's steps
+_FEW_BYTES, _WGSL_VERIFY_BYTES = 3_200, 30_000  # a linear of several verified tokens, and the rest in WGSL
 
 
 class WebBackend:
@@ -101,7 +102,8 @@ class WebBackend:
         program = _KERNEL_BYTES * (linears + _KERNELS) + _STEP_BYTES * len(graph.graph.nodes)
         program += (_WASM_BYTES + _WASM_KERNEL_BYTES * linears) if self._target.wasm else 0
         if graph.meta["model"].speculates:
-            program += _VERIFY_BYTES + _WASM_STEP_BYTES * len(graph.graph.nodes)
+            program += _WGSL_VERIFY_BYTES + _FEW_BYTES * linears + _STEP_BYTES * len(graph.graph.nodes)
+            program += (_VERIFY_BYTES + _WASM_STEP_BYTES * len(graph.graph.nodes)) if self._target.wasm else 0
         parameters = sum(1 for _ in graph.parameters())
         files = files_bytes(shipped, graph.meta["model"])
         return weight_bytes(graph) + files + program + MANIFEST_BYTES + SITE_BYTES * parameters

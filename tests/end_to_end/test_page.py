@@ -57,14 +57,22 @@ ROWS_OF_STEPS = """async () => {
   session.destroy();
   return wrong;
 }"""
+TUNED = """async () => {
+  const { outdate, take } = await import("./tune.js"), { engine } = model, { kernels } = engine.program;
+  for (const name of Object.keys(kernels).filter((one) => /^packed_linear.*_one$/.test(one))) {
+    take(engine, name, await engine.pipeline(name, kernels[name], { ...kernels[name].constants, LANES: 4 }));
+  }
+  outdate(engine);
+}"""
 DRAFTED = """async ([prompt, options]) => {
   const { Pace } = await import("./lookup.js"), real = { ...Object.getOwnPropertyDescriptors(Pace.prototype) };
-  Pace.prototype.mayDraft = function () { return this.sizes.has(1); }; // every draft is verified, whether it pays or not
+  Pace.prototype.mayDraft = function () { return this.sizes.has(1); }; // all are verified, whether it pays or not
   Pace.prototype.choose = (chances) => Math.min(5, chances.length);
   Pace.prototype.leastChance = () => 0.02;
   const ids = [];
   let counts;
-  for await (const id of model.generateIds(prompt, { ...options, onSpeculation: (now) => { counts = now; } })) ids.push(id);
+  const given = { ...options, onSpeculation: (now) => { counts = now; } };
+  for await (const id of model.generateIds(prompt, given)) ids.push(id);
   Object.defineProperties(Pace.prototype, real);
   return [ids, counts];
 }"""
@@ -104,19 +112,15 @@ def test_drafts_do_not_change_texts_on_webgpu(made: tuple[Path, GraphModule], op
     page = open_page(made[0])
     assert page.evaluate("[model.device, model.verifies]") == ["webgpu", True]
     assert page.evaluate(ROWS_OF_STEPS) == [0, 0, 0, 0]
-    lanes = """() => {
-      const { engine } = model, [one, few] = ["_one", "_few"].map((end) =>
-        Object.keys(engine.program.kernels).find((name) => name.startsWith("packed_linear") && name.endsWith(end)));
-      return [one, few, engine.program.kernels[few].order_of];
-    }"""
-    one, few, kept = page.evaluate(lanes)
-    assert kept == one
-    text = PROMPT * 3  # which repeats, so that there are drafts
-    for options in ({"maxTokens": 14}, {"maxTokens": 10, "temperature": 0.6, "topK": 20, "seed": 4}):
+    page.evaluate(TUNED)
+    assert page.evaluate(ROWS_OF_STEPS) == [0, 0, 0, 0]
+    code = "def add(a, b):\\n    return a + b\\n\\ndef add(a, b):\\n"  # which repeats, so that there are drafts
+    text = page.evaluate(f'async () => [...(await model.tokenizer()).encode("{code}").ids]')
+    for options in ({"maxTokens": 14}, {"maxTokens": 14, "temperature": 0.3, "topK": 20, "seed": 4}):
         plain = page.evaluate(GENERATE, [text, {**options, "speculate": "off"}])
         drafted, counts = page.evaluate(DRAFTED, [text, options])
         assert drafted == plain
-        assert counts["verifications"] > 0 and counts["tokens"] == len(plain) - 1
+        assert counts["verifications"] > 0, counts
         assert counts["tokens"] == counts["steps"] + counts["verifications"] + counts["accepted"]
 
 
