@@ -38,6 +38,7 @@ _SERVED = ("decoder", "encoder", "seq2seq")
 _KERNEL_BYTES, _KERNELS, _STEP_BYTES = 6000, 10, 60  # fitted; sources are repeated for one token and for several
 _WASM_KERNEL_BYTES, _WASM_BYTES = 24_000, 40_000  # of linears, and the rest
 _VERIFY_BYTES, _WASM_STEP_BYTES = 8_000, 60  # attention of trees, and the second program's steps
+_FEW_BYTES, _WGSL_VERIFY_BYTES = 3_200, 30_000  # a linear of several verified tokens, and the rest in WGSL
 
 
 class WebBackend:
@@ -85,11 +86,6 @@ class WebBackend:
             raise UsageError(
                 f"{info.name}: the target webgpu cannot run some blocks alone (early_exit, skip_decode); take x86"
             )
-        if info.speculates and not self._target.wasm:
-            raise UsageError(
-                f"{info.name}: the target webgpu without WebAssembly has no kernels for drafted tokens (`speculate`); "
-                "leave `wasm: false` out, or take the target x86"
-            )
         if info.speculates and info.draft_heads:
             raise UsageError(
                 f"{info.name}: browsers have no drafts by heads; leave `draft_heads` or `speculate` out, or take the "
@@ -106,7 +102,8 @@ class WebBackend:
         program = _KERNEL_BYTES * (linears + _KERNELS) + _STEP_BYTES * len(graph.graph.nodes)
         program += (_WASM_BYTES + _WASM_KERNEL_BYTES * linears) if self._target.wasm else 0
         if graph.meta["model"].speculates:
-            program += _VERIFY_BYTES + _WASM_STEP_BYTES * len(graph.graph.nodes)
+            program += _WGSL_VERIFY_BYTES + _FEW_BYTES * linears + _STEP_BYTES * len(graph.graph.nodes)
+            program += (_VERIFY_BYTES + _WASM_STEP_BYTES * len(graph.graph.nodes)) if self._target.wasm else 0
         parameters = sum(1 for _ in graph.parameters())
         files = files_bytes(shipped, graph.meta["model"])
         return weight_bytes(graph) + files + program + MANIFEST_BYTES + SITE_BYTES * parameters
@@ -121,8 +118,6 @@ class WebBackend:
             )
         self.check(graph)  # once more: a pass that plans nothing may have left what is not served
         self._program = compile_program(graph, self._target.tvm_target(self._target.resolve()), dump(None))
-        if graph.meta["model"].speculates:
-            self.notes.append("speculate: drafted tokens are verified in WebAssembly; WebGPU takes plain steps")
         if self._target.wasm:
             self._wasm = compile_wasm(graph, SIMD128, dump(SIMD128))
         if self.runs_here:

@@ -51,6 +51,12 @@ export function entryOf(engine, name) {
   return engine.entries[name] ??= Object.assign(Object.create(engine), { program, scratch: [], generation: 0 });
 }
 
+/** A state for verifying drafted tokens in what a session's state keeps, with inputs and plans of its own. */
+export function chainOf(engine, { buffers }) {
+  const shared = cachesOf(engine.program).map(({ name }) => [name, buffers[name]]);
+  return { buffers: Object.fromEntries(shared), plans: new Map(), generation: -1 };
+}
+
 /** In hexadecimal digits. */
 export async function sha256(content) {
   if (!globalThis.crypto?.subtle) {

@@ -77,7 +77,7 @@ export class Model {
   readonly adapter: string;
   /** What linears multiply floats in. */
   readonly precision: "f32" | "f16";
-  /** Whether there are kernels here that verify drafted tokens: in WebAssembly, if the recipe says `speculate`. */
+  /** Whether there are kernels here that verify drafted tokens: if the recipe says `speculate`. */
   readonly verifies: boolean;
   /** Why WebAssembly computes in place of WebGPU, in words. */
   readonly fallback?: string;
@@ -141,6 +141,8 @@ export class Session {
   /** Logits after each of up to 32 tokens [tokens, vocab_size], as single steps give them, to the bit; none is appended. Where
       `Model.verifies`. */
   verify(ids: number[]): Promise<Float32Array>;
+  /** The same, but the likeliest token after each, picked where they were computed. */
+  likeliestOf(ids: number[]): Promise<Uint32Array>;
   /** Append the first `count` of the tokens that were just verified, or the next of them. */
   accept(count: number): void;
   destroy(): void;

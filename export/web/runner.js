@@ -2,7 +2,7 @@
 // A program is data (docs/web.md).  Engines run it: webgpu.js, or wasm.js where there is no WebGPU.
 
 import { readFile, readManifest, readShard } from "./files.js";
-import { BundleError, cachesOf, checkedNumber, entryOf, evaluate } from "./program.js";
+import { BundleError, cachesOf, chainOf, checkedNumber, entryOf, evaluate } from "./program.js";
 
 export { BundleError };
 
@@ -213,9 +213,9 @@ export class Model {
         const guesses = count && drafts?.draft(most - count - 1);
         if (guesses?.length) {
           const width = this.info.vocab_size;
-          const logits = await own.verify([...next, ...guesses]);
+          const found = await (temperature > 0 ? own.verify([...next, ...guesses]) : own.likeliestOf([...next, ...guesses]));
           const came = [];
-          do came.push(pick(logits.subarray(came.length * width, (came.length + 1) * width)));
+          do came.push(temperature > 0 ? pick(found.subarray(came.length * width, (came.length + 1) * width)) : found[came.length]);
           while (came.at(-1) === guesses[came.length - 1]);
           drafts.learn(guesses.length, came, own.ms);
           for (const id of came) {
@@ -249,7 +249,7 @@ export class Model {
     if (!["lookup", "off"].includes(speculate)) throw new BundleError("request", `speculate ${speculate}: give "lookup" or "off"`);
     if (speculate === "lookup" && !this.verifies) {
       throw new BundleError("request", "speculate lookup: there are no kernels here that verify drafted tokens; make the " +
-        "bundle with `speculate: lookup` in its recipe, and load it with `device: \"wasm\"`");
+        "bundle with `speculate: lookup` in its recipe");
     }
     return speculate === "lookup";
   }
@@ -316,7 +316,19 @@ export class Session {
 
   /** Logits after each of `ids`, a chain of drafted tokens, one after another: Float32Array. None is appended. */
   verify(ids) {
-    const { engine, info, verifies } = this.model;
+    const { info } = this.model;
+    return this.verified(ids, "", (entry) => entry.output(this.chain, ids.length * info.vocab_size));
+  }
+
+  /** The likeliest token after each of `ids`, a chain of drafted tokens, picked on the device: Uint32Array. */
+  likeliestOf(ids) {
+    const { info } = this.model;
+    return this.verified(ids, "argmax", (entry) => entry.pickedOf(this.chain, ids.length, info.vocab_size));
+  }
+
+  /** Compute a chain of drafted tokens, and read what came of it, in one piece. */
+  verified(ids, pick, read) {
+    const { engine, verifies } = this.model;
     if (!verifies) throw new BundleError("request", "there are no kernels here that verify drafted tokens");
     checkedNumber("tokens to verify", ids.length, 1, MOST_VERIFIED);
     this.model.checked(ids);
@@ -327,12 +339,12 @@ export class Session {
       const row = keep.map((i) => this.position + i);
       const inputs = { ids, position: row, keep, parent: keep.map((i) => i - 1), slot: keep.map(() => 0), row };
       const entry = entryOf(engine, "verify");
-      this.chain ??= { buffers: this.state.buffers, plans: new Map() };
-      await entry.run(this.chain, inputs, { B: 1, S: ids.length, R: ids.length, T: this.capacity });
-      const logits = await entry.output(this.chain, ids.length * info.vocab_size);
+      this.chain ??= chainOf(engine, this.state);
+      await entry.run(this.chain, inputs, { B: 1, S: ids.length, R: ids.length, T: this.capacity }, pick);
+      const found = await read(entry);
       this.#verified = ids.length;
       this.ms = performance.now() - began;
-      return logits;
+      return found;
     });
   }
 
@@ -373,6 +385,10 @@ export class Session {
 
   /** Give its memory back. */
   destroy() {
-    this.model.engine.release(this.state);
+    const { engine } = this.model;
+    const kept = Object.keys(this.state.buffers).filter((name) => this.chain?.buffers[name] === this.state.buffers[name]);
+    for (const name of kept) delete this.chain.buffers[name];
+    if (this.chain) engine.release(this.chain);
+    engine.release(this.state);
   }
 }

@@ -58,7 +58,7 @@ export async function tune(engine, { budget = 5000, onProgress = () => {} } = {}
       onProgress({ elapsed: passed(), budget, kernel: task.name });
       await settle(engine, clock, task);
     }
-    engine.generation += 1; // what is planned has the old kernels
+    outdate(engine);
     const kernels = tasks.map(({ name, tokens, calls, tried, shipped, tuned, worst, constants }) =>
       ({ name, tokens, calls, tried, default_ms: shipped, tuned_ms: tuned, worst_ms: worst, constants }));
     return { adapter: engine.adapter, seconds: passed() / 1000, kernels };
@@ -161,8 +161,21 @@ async function settle(engine, clock, task) {
   const isFaster = tuned <= shipped * ENOUGH;
   const { pipeline, constants } = isFaster ? task.best : { pipeline: task.pipeline, constants: task.record.constants };
   Object.assign(task, { tuned: isFaster ? tuned : shipped, constants });
-  engine.kernels[task.name] = Promise.resolve(pipeline);
+  take(engine, task.name, pipeline);
   await keep(engine, task.name, constants);
+}
+
+/** Plan anew: what is planned has the old kernels. */
+export function outdate(engine) {
+  for (const one of [engine, ...Object.values(engine.entries ?? {})]) one.generation += 1;
+}
+
+/** Run a kernel as it was compiled with other constants from the next plan on, and what keeps its order with its lanes. */
+export function take(engine, name, pipeline) {
+  engine.kernels[name] = Promise.resolve(pipeline);
+  for (const [other, { order_of }] of Object.entries(engine.program.kernels)) {
+    if (order_of === name) delete engine.kernels[other];
+  }
 }
 
 const median = (values) => [...values].sort((a, b) => a - b)[Math.floor(values.length / 2)];

@@ -211,10 +211,17 @@ export class Engine {
 
   /** The likeliest token of the last run. */
   async picked(state, count) {
-    const logits = new Float32Array(this.memory.buffer, this.address(state, {}, this.program.output), count);
-    let best = 0;
-    for (let i = 1; i < count; i++) if (logits[i] > logits[best]) best = i;
-    return best;
+    return (await this.pickedOf(state, 1, count))[0];
+  }
+
+  /** The likeliest tokens of the last run, one of each row. */
+  async pickedOf(state, rows, count) {
+    const logits = new Float32Array(this.memory.buffer, this.address(state, {}, this.program.output), rows * count);
+    return Uint32Array.from({ length: rows }, (_, row) => {
+      let best = row * count;
+      for (let i = best + 1; i < (row + 1) * count; i++) if (logits[i] > logits[best]) best = i;
+      return best - row * count;
+    });
   }
 
   destroy() {

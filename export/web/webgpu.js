@@ -72,7 +72,7 @@ export class Engine {
     this.scratch = program.scratch.map(() => undefined);
     this.generation = 0; // counts reallocations: bind groups of an older one are void
     this.uniforms = device.createBuffer({
-      size: UNIFORM_BYTES * (Math.max(program.steps.length, program.encode?.steps.length ?? 0) + 1),
+      size: UNIFORM_BYTES * (Math.max(...[program, program.encode, program.verify].map((entry) => entry?.steps.length ?? 0)) + 1),
       usage: GPUBufferUsage.UNIFORM | GPUBufferUsage.COPY_DST,
     });
     device.lost.then((info) => { this.lost = info; });
@@ -106,10 +106,14 @@ export class Engine {
     for (const name of [...first, ...Object.keys(kernels)]) this.compiled(name).catch(() => {});
   }
 
-  /** A kernel, with the constants of an earlier tuning where there was one. */
+  /** A kernel, with the constants of an earlier tuning where there was one, or the lanes of the kernel whose order it keeps. */
   compiled(name) {
     this.kernels[name] ??= (async () => {
       const record = this.program.kernels[name];
+      if (record.order_of) {
+        const { constants: { LANES } } = await this.compiled(record.order_of);
+        return this.pipeline(name, record, { ...record.constants, LANES });
+      }
       const { kept } = await this.tuned;
       return this.pipeline(name, record, record.space && await kept?.(this, name));
     })();
@@ -235,7 +239,7 @@ export class Engine {
   async grow(state, inputs, sizes) {
     const wanted = this.program.scratch.map((size) => evaluate(size, sizes));
     const short = (buffer, bytes) => !(buffer?.size >= bytes);
-    const given = [...Object.entries(inputs).map(([name, values]) => [name, 4 * values.length]), ["argmax", 4],
+    const given = [...Object.entries(inputs).map(([name, values]) => [name, 4 * values.length]), ["argmax", 4 * (sizes.R ?? 1)],
       ["top_k", 4 + 16 * (this.program.top_k?.most ?? 0)]];
     const isShort = wanted.some((bytes, i) => short(this.scratch[i], bytes));
     const isNarrow = given.some(([name, bytes]) => short(state.buffers[name], bytes));
@@ -274,7 +278,12 @@ export class Engine {
 
   /** The token that `run` picked. */
   async picked(state) {
-    return new Uint32Array(await this.read(state.buffers.argmax, 4))[0];
+    return (await this.pickedOf(state, 1))[0];
+  }
+
+  /** The tokens that `run` picked, one of each row. */
+  async pickedOf(state, rows) {
+    return new Uint32Array(await this.read(state.buffers.argmax, 4 * rows));
   }
 
   /** What `run` found likeliest, in no order: [token, logit] each; all logits where too many were equal to store. */

@@ -41,6 +41,42 @@ WITH_TIES = """async ([prompt, count]) => {
   return [some.length, all.length, some.every(([id, logit]) => all[id] === logit)];
 }"""
 
+ROWS_OF_STEPS = """async () => {
+  const session = await model.session(40), ids = [9, 305, 41, 1200, 8, 77], alone = [];
+  await session.logits([1, 403, 263, 77, 5]);
+  for (const id of ids) alone.push(...new Uint32Array((await session.logits([id])).buffer));
+  const wrong = [];
+  for (const count of [1, 2, 6]) {
+    session.position = 5;
+    const found = new Uint32Array((await session.verify(ids.slice(0, count))).buffer);
+    wrong.push(found.reduce((sum, bits, i) => sum + (bits !== alone[i]), found.length - 2048 * count));
+  }
+  session.accept(4);
+  const next = new Uint32Array((await session.logits(ids.slice(4, 5))).buffer);
+  wrong.push(next.reduce((sum, bits, i) => sum + (bits !== alone[4 * 2048 + i]), 0));
+  session.destroy();
+  return wrong;
+}"""
+TUNED = """async () => {
+  const { outdate, take } = await import("./tune.js"), { engine } = model, { kernels } = engine.program;
+  for (const name of Object.keys(kernels).filter((one) => /^packed_linear.*_one$/.test(one))) {
+    take(engine, name, await engine.pipeline(name, kernels[name], { ...kernels[name].constants, LANES: 4 }));
+  }
+  outdate(engine);
+}"""
+DRAFTED = """async ([prompt, options]) => {
+  const { Pace } = await import("./lookup.js"), real = { ...Object.getOwnPropertyDescriptors(Pace.prototype) };
+  Pace.prototype.mayDraft = function () { return this.sizes.has(1); }; // all are verified, whether it pays or not
+  Pace.prototype.choose = (chances) => Math.min(5, chances.length);
+  Pace.prototype.leastChance = () => 0.02;
+  const ids = [];
+  let counts;
+  const given = { ...options, onSpeculation: (now) => { counts = now; } };
+  for await (const id of model.generateIds(prompt, given)) ids.push(id);
+  Object.defineProperties(Pace.prototype, real);
+  return [ids, counts];
+}"""
+
 
 @pytest.mark.parametrize(("engine", "query"), [("webgpu", "?device=webgpu"), ("wasm", "?threads=3")])
 def test_tokens_and_logits_are_those_of_pytorch(
@@ -67,6 +103,23 @@ def test_tokens_and_logits_are_those_of_pytorch(
         f"async (given) => Promise.all([({GENERATE})(given), ({GENERATE})(given)])", [PROMPT, {"maxTokens": 8}]
     )
     assert both[0] == both[1] == greedy(graph, 8)
+
+
+def test_drafts_do_not_change_texts_on_webgpu(made: tuple[Path, GraphModule], open_page: Callable[..., Any]) -> None:
+    """Verified rows have the bits of steps, before a device is tuned and after, and so texts are the same."""
+    page = open_page(made[0])
+    assert page.evaluate("[model.device, model.verifies]") == ["webgpu", True]
+    assert page.evaluate(ROWS_OF_STEPS) == [0, 0, 0, 0]
+    page.evaluate(TUNED)
+    assert page.evaluate(ROWS_OF_STEPS) == [0, 0, 0, 0]
+    code = "def add(a, b):\\n    return a + b\\n\\ndef add(a, b):\\n"  # which repeats, so that there are drafts
+    text = page.evaluate(f'async () => [...(await model.tokenizer()).encode("{code}").ids]')
+    for options in ({"maxTokens": 14}, {"maxTokens": 14, "temperature": 0.3, "topK": 20, "seed": 4}):
+        plain = page.evaluate(GENERATE, [text, {**options, "speculate": "off"}])
+        drafted, counts = page.evaluate(DRAFTED, [text, options])
+        assert drafted == plain
+        assert counts["verifications"] > 0, counts
+        assert counts["tokens"] == counts["steps"] + counts["verifications"] + counts["accepted"]
 
 
 def test_the_page_continues_a_prompt_and_works_offline(

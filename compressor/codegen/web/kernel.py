@@ -60,6 +60,8 @@ class Kernel:
         limits: the kernel serves calls whose sizes are at most these.
         space: other constants that may be faster on a device, the likeliest first.
         details: further fields of its record in the manifest.
+        order_of: the kernel in whose order it sums, by name: the constant ``LANES`` is the one with which that runs on
+            the device, so that both give a row the same bits; empty for none.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Kernel:
     limits: Mapping[str, int] = field(default_factory=dict)
     space: Sequence[Mapping[str, int]] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
+    order_of: str = ""
 
     @property
     def source(self) -> str:
@@ -95,6 +98,7 @@ class Kernel:
             "groups": list(self.groups),
             **({"limits": dict(self.limits)} if self.limits else {}),
             **({"space": [[one[name] for name in self.constants] for one in self.space]} if self.space else {}),
+            **({"order_of": self.order_of} if self.order_of else {}),
         }
 
 

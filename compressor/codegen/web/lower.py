@@ -26,9 +26,8 @@ from compressor.codegen.lowering.sizes import fixed_sizes
 from compressor.codegen.tuning import Tuner
 from compressor.codegen.web.converters.converter import WebConverter
 from compressor.codegen.web.elementwise import generate
-from compressor.codegen.web.kernels.argmax import argmax
 from compressor.codegen.web.kernels.products import POLYFILLS, PRODUCT
-from compressor.codegen.web.kernels.top_k import MOST, top_k
+from compressor.codegen.web.kernels.top_k import MOST, argmax, top_k
 from compressor.codegen.web.program import WASM_BYTES, WGSL_BYTES, ProgramWriter, expression
 from compressor.codegen.web.wasm import WasmModule, memory_flag, wasm_target
 from compressor.errors import VerificationError
@@ -89,8 +88,12 @@ def compile_program(
     """
     converter = WebConverter()
     info = graph.meta["model"]
-    made = entries(graph, only=())  # no kernel in WGSL verifies drafted tokens
-    mod, named, activations, _ = _import(made, converter, _NarrowImporter, _make_narrow)
+
+    def prepare(entry: Entry) -> None:
+        converter.verifies = entry.name == "verify"
+        _make_narrow(entry.program.graph)
+
+    mod, named, activations, _ = _import(entries(graph, only=("verify",)), converter, _NarrowImporter, prepare)
     with target:
         mod = run_phases(mod, web_phases(), converter.smallest_packed, activations, dump)
     for entry, names in named.items():
@@ -152,13 +155,13 @@ def _import(
     given: Sequence[Entry],
     converter: Converter | WebConverter,
     importer: type[Importer],
-    prepare: Callable[[torch.fx.Graph], Sequence[Outcome] | None],
+    prepare: Callable[[Entry], Sequence[Outcome] | None],
 ) -> tuple[tvm.IRModule, dict[str, list[str]], set[int], list[Outcome]]:
     """Import a graph's entries into one module.
 
     Args:
         given: the entries, ``main`` last.
-        prepare: changes the graph of an entry beforehand.
+        prepare: called with each entry, whose graph it may change, before it is imported.
     Returns:
         The module, the names of the parameters of each entry, ``main`` last, the numbers of elements of values of fixed
         shape, and what ``prepare`` gave.
@@ -166,15 +169,15 @@ def _import(
     named, activations, outcomes, mod = dict[str, list[str]](), set[int](), list[Outcome](), None
     for entry in given:
         activations |= fixed_sizes(entry.program)
-        outcomes += prepare(entry.program.graph) or ()
+        outcomes += prepare(entry) or ()
         mod, named[entry.name] = import_program(entry.program, converter.table(), importer(entry.returned, mod))
         mod = mod if entry.name == "main" else renamed_main(mod, entry.name)
     return mod, named, activations, outcomes
 
 
-def _fuse(graph: torch.fx.Graph) -> list[Outcome]:
+def _fuse(entry: Entry) -> list[Outcome]:
     """Fuse operators as for x86, whose kernels these are."""
-    return [*fuse_convolutions(graph), *fuse(graph)]
+    return [*fuse_convolutions(entry.program.graph), *fuse(entry.program.graph)]
 
 
 def _make_narrow(graph: torch.fx.Graph) -> None:

@@ -14,7 +14,7 @@ from tvm import relax
 from compressor.codegen.lowering.converters.plain import CONVERTERS
 from compressor.codegen.lowering.experts.stack import as_lowered
 from compressor.codegen.web.converters.linears import Dispatch, LinearCalls, product, storage_of
-from compressor.codegen.web.kernels import attention, embedding, norm, packed_linear, softmax
+from compressor.codegen.web.kernels import attention, embedding, norm, packed_linear, softmax, tree_attention
 from compressor.errors import UsageError
 from compressor.formats.format import Format
 
@@ -50,6 +50,7 @@ class WebConverter(LinearCalls):
             "softmax.int": self._softmax,
             "_softmax.default": self._softmax,
             "cached_attention.default": self._cached_attention,
+            "tree_attention.default": self._tree_attention,
             "masked_attention.default": self._masked_attention,
             "embedding.default": self._embedding,
             "packed_embedding.default": self._packed_embedding,
@@ -104,6 +105,39 @@ class WebConverter(LinearCalls):
         operands = [q, k, v, k_cache, v_cache, position, *more]
         out = relax.TensorType([batch, new, heads, width], "float32")
         return self.call(importer, attend[0].name, dispatches, operands, out)
+
+    def _tree_attention(self, node: fx.Node, importer: Any) -> Any:
+        given = importer.retrieve_args(node)
+        q, k, v, k_cache, v_cache = given[:5]
+        scale, window, softcap, sinks, chunk, slopes, biases = _filled(given[9:], 4, (0, None, None))
+        (_, heads, new, width), kv_heads = q.ty.shape, int(k.ty.shape[1])
+        shape = (int(heads), kv_heads, int(width), float(scale), int(window), float(softcap))
+        distances = 0 if biases is None else int(biases.ty.shape[0])
+        attend = tree_attention.tree_attention(*shape, sinks is not None, int(chunk), slopes is not None, distances)
+        write = tree_attention.write_rows(kv_heads, int(width))
+        more = [part for part in (sinks, slopes, biases) if part is not None]
+
+        def sizes(shapes: list[list[Any]]) -> list[Any]:
+            return [shapes[0][2], shapes[3][2]]
+
+        dispatches = [
+            Dispatch((write,), (1, 5, 3), sizes),
+            Dispatch((write,), (2, 5, 4), sizes),
+            Dispatch((attend,), (0, 3, 4, 5, *range(6, 6 + len(more)), -1), sizes),
+        ]
+        operands = [q, k, v, k_cache, v_cache, self._tree(importer, given[5:9]), *more]
+        out = relax.TensorType([1, new, heads, width], "float32")
+        return self.call(importer, attend.name, dispatches, operands, out)
+
+    def _tree(self, importer: Any, parts: Sequence[Any]) -> Any:
+        """Emit the joining of positions, parents, slots and rows, once for all layers."""
+        key = ("tree", *parts)
+        if key not in self._kept:
+            kernel = tree_attention.join_tree()
+            dispatch = Dispatch((kernel,), (0, 1, 2, 3, -1), lambda shapes: [shapes[0][0]])
+            out = relax.TensorType([parts[0].ty.shape[0], 4], "int32")
+            self._kept[key] = [self.call(importer, kernel.name, [dispatch], list(parts), out)]
+        return self._kept[key][0]
 
     def _masked_attention(self, node: fx.Node, importer: Any) -> Any:
         q, k, v, mask, scale, window, bias, cap = _filled(importer.retrieve_args(node), 5, (0, None, 0.0))

@@ -42,11 +42,13 @@ class LinearCalls:
     Attributes:
         calls: dispatches of each call, by name.
         smallest_packed: elements of the smallest packed weight, None before the first.
+        verifies: whether linears add in the order of a single token's for any number of tokens.
     """
 
     def __init__(self) -> None:
         self.calls: dict[str, tuple[Dispatch, ...]] = {}
         self.smallest_packed: int | None = None
+        self.verifies = False
         self._kept: dict[Any, list[Any]] = {}  # what several linears read: rounded activations, sorted pairs
 
     def call(self, importer: Any, name: str, dispatches: Sequence[Dispatch], operands: list[Any], out: Any) -> Any:
@@ -59,7 +61,7 @@ class LinearCalls:
         operands = [x, *(part for part in rest if part is not None)]
         dispatch = of_rows(kernels, len(operands))
         out = relax.TensorType([*list(x.ty.shape)[:-1], width], "float32")
-        return self.call(importer, kernels[0].name, [dispatch], operands, out)
+        return self.call(importer, kernels[-1].name, [dispatch], operands, out)
 
     def count_packed(self, elements: int) -> None:
         """Take a packed weight of so many elements into account."""
@@ -69,7 +71,7 @@ class LinearCalls:
         """Emit a linear of stored floats."""
         x, weight, bias = importer.retrieve_args(node)
         rows, columns = (int(n) for n in weight.ty.shape)
-        kernels = dense_linear.dense_linear(rows, columns, storage_of(weight), bias is not None)
+        kernels = dense_linear.dense_linear(rows, columns, storage_of(weight), bias is not None, None, self.verifies)
         return self.rowwise(importer, kernels, x, [weight, bias], rows)
 
     def packed_linear(self, node: fx.Node, importer: Any) -> Any:
@@ -77,7 +79,7 @@ class LinearCalls:
         x, parts, bias, format_name, columns, rows = importer.retrieve_args(node)
         self.count_packed(rows * columns)
         fmt = Format.parse(format_name)
-        kernels = packed_linear.packed_linear(rows, columns, fmt, bias is not None)
+        kernels = packed_linear.packed_linear(rows, columns, fmt, bias is not None, None, self.verifies)
         stored = dict(zip(fmt.parts(rows, columns), parts, strict=True))
         inputs = [x] if fmt.activations is None else self._rounded(importer, x, fmt, stored.get("input_scale"))
         rest = [*inputs[1:], *(stored[name] for name in packed_linear.stored_parts(fmt)), bias]
@@ -88,7 +90,7 @@ class LinearCalls:
         x, index, weight, bias = importer.retrieve_args(node)
         count, rows, columns = (int(n) for n in weight.ty.shape)
         routing = _routing(x, index, count)
-        kernels = dense_linear.dense_linear(rows, columns, storage_of(weight), bias is not None, routing)
+        kernels = dense_linear.dense_linear(rows, columns, storage_of(weight), bias is not None, routing, self.verifies)
         return self._routed(importer, kernels, [x], index, [weight, bias], count, rows)
 
     def packed_routed_linear(self, node: fx.Node, importer: Any) -> Any:
@@ -105,7 +107,7 @@ class LinearCalls:
             inputs = self._rounded(importer, x, fmt, stored.get("input_scale"), (routing, index))
         if "input_scale" in stored:
             routing = Routing(count, routing.each, True)
-        kernels = packed_linear.packed_linear(rows, columns, fmt, bias is not None, routing)
+        kernels = packed_linear.packed_linear(rows, columns, fmt, bias is not None, routing, self.verifies)
         rest = [*(stored[name] for name in packed_linear.stored_parts(fmt)), bias]
         return self._routed(importer, kernels, inputs, index, rest, count, rows)
 
@@ -132,7 +134,7 @@ class LinearCalls:
         operands = [*inputs, routes, *(part for part in rest if part is not None)]
         dispatch = Dispatch(kernels, (*range(len(operands)), -1), lambda shapes: [shapes[0][0]])
         out = relax.TensorType([*index.ty.shape, rows], "float32")
-        return self.call(importer, kernels[0].name, [dispatch], operands, out)
+        return self.call(importer, kernels[-1].name, [dispatch], operands, out)
 
     def _sorted_pairs(self, importer: Any, index: Any, count: int) -> Any:
         """Emit the sorting of pairs of token and expert, once for all linears that are routed alike."""

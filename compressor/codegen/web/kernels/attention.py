@@ -8,7 +8,8 @@ for all queries, then threads add up the values' channels under a maximum and a 
 
 from __future__ import annotations
 
-from compressor.codegen.web.kernel import IS_NAN, PROMPT_TOKENS, Buffer, Expression, Kernel, variants
+from compressor.codegen.web.kernel import PROMPT_TOKENS, Buffer, Expression, Kernel, variants
+from compressor.codegen.web.kernels.sight import Sight, capped
 
 ONE, MANY = {"LANES": 64, "QUERIES": 1}, {"LANES": 64, "QUERIES": 8}
 """Shipped constants for one query, and for several."""
@@ -55,34 +56,22 @@ def cached_attention(
     Buffers: q f32 [B, heads, S, width], keys and held f32 [B, kv_heads, T, width], position i32 [S], sinks and slopes
     f32 [heads], biases f32 [``biases``, heads] (where there are any), y f32 [B, S, heads, width].  Sizes: B, S, T.
     """
-    shape = "_".join(f"{n:g}" for n in (heads, kv_heads, width, scale, window, softcap))
-    name = f"cached_attention_{shape}".replace("-", "m").replace(".", "p") + ("_sinks" if has_sinks else "")
-    name += (f"_chunk{chunk}" if chunk else "") + ("_slopes" if has_slopes else "")
-    name += f"_biases{biases}" if biases else ""
-    own = "u32(position[min(first + n, sizes.S - 1u)])"
-    seen = f"j <= {own}" + (f" && j + {window}u > {own}" if window else "")
-    seen += f" && j / {chunk}u == {own} / {chunk}u" if chunk else ""
-    begin = f"u32(max(0, position[first] - {window - 1}))" if window else "0u"
-    if chunk:
-        begin = f"max({begin}, u32(position[first]) / {chunk}u * {chunk}u)"
-    score = _capped(softcap)
-    back = f"max(0, i32({own}) - i32(j))"
-    score += f" - slopes[head] * f32({back})" if has_slopes else ""
-    score += f" + biases[u32(min({back}, {biases - 1})) * {heads}u + head]" if biases else ""
-    text = _attention(
+    sees = Sight(heads, window, softcap, has_sinks, chunk, has_slopes, biases)
+    own, first = "u32(position[min(first + n, sizes.S - 1u)])", "position[first]"
+    text = attention_text(
         heads,
         kv_heads,
         width,
         scale,
         places="sizes.T",
-        begin=begin,
+        begin=sees.begin(first),
         end="u32(position[min(first + QUERIES, sizes.S) - 1u]) + 1u",
-        score=score,
-        seen=seen,
-        sink="sinks[head]" if has_sinks else None,
+        score=sees.score(own),
+        seen=sees.seen(own),
+        sink=sees.sink,
     )
-    parts = [*["sinks"] * has_sinks, *["slopes"] * has_slopes, *["biases"] * bool(biases)]
-    inner = [Buffer("position", "i32"), *map(Buffer, parts)]
+    inner = [Buffer("position", "i32"), *sees.buffers]
+    name = f"cached_attention_{sees.name(kv_heads, width, scale)}"
     return _kernels(name, "cached_attention", heads, width, inner, ("B", "S", "T"), text)
 
 
@@ -109,7 +98,7 @@ def masked_attention(
         "mask[batch * sizes.N + j] != 0.0",
         "0u",
         "sizes.N",
-        _capped(softcap),
+        capped(softcap),
         [Buffer("mask")],
     )
     name += f"_cap{softcap:g}".replace(".", "p") if softcap else ""
@@ -125,23 +114,17 @@ def masked_attention(
         place = f"(({batch} * {heads if own[1] else 1}u + {head}) * {rows} + {query}) * sizes.N"
         score += f" + bias[{place} + min(j, sizes.N - 1u)]"
         inner.append(Buffer("bias"))
-    text = _attention(
+    text = attention_text(
         heads, kv_heads, width, scale, places="sizes.N", begin=begin, end=end, score=score, seen=seen, sink=None,
         may_see_nothing=window > 0,
     )  # fmt: skip
     return _kernels(name, "masked_attention", heads, width, inner, ("B", "S", "N"), text)
 
 
-def _capped(softcap: float) -> str:
-    """Return the expression of a score under a cap; 0 is none."""
-    capped = f"{softcap!r} * tanh(clamp(score / {softcap!r}, -20.0, 20.0))"
-    return f"select({capped}, score, {IS_NAN.format('score')})" if softcap else "score"
-
-
 def _kernels(
     name: str, family: str, heads: int, width: int, inner: list[Buffer], sizes: tuple[str, ...], text: str
 ) -> tuple[Kernel, ...]:
-    element = _element(width)
+    element = element_of(width)
     outer = [Buffer("q", element), Buffer("keys", element), Buffer("held", element)]
     buffers = (*outer, *inner, Buffer("y", element, written=True))
 
@@ -168,12 +151,12 @@ def _space(width: int, default: dict[str, int], queries: int) -> list[dict[str, 
     return variants(choices, default, threads=lambda LANES, **_: LANES, shared_bytes=shared_bytes, cost=cost)
 
 
-def _element(width: int) -> str:
+def element_of(width: int) -> str:
     """Return the element type that vectors of channels are bound as."""
     return "f32" if width % 4 else "vec4<f32>"
 
 
-def _attention(
+def attention_text(
     heads: int,
     kv_heads: int,
     width: int,
@@ -186,17 +169,29 @@ def _attention(
     seen: str,
     sink: str | None,
     may_see_nothing: bool = False,
+    sequence: str = "batch",
+    place: str = "",
 ) -> str:
-    element, words = _element(width), width if width % 4 else width // 4
-    base = f"(batch * {kv_heads}u + head / {heads // kv_heads}u) * {places}"
+    """Write attention.
+
+    Args:
+        places: of a head's keys.
+        begin, end: the keys that any of a workgroup's queries may see.
+        score, seen: of key ``j`` and query ``first + n``.
+        sequence: whose keys are read, an index along their first dimension.
+        place: where key ``j`` lies among those of its head, if not at ``j``: then a workgroup has one query.
+    """
+    element, words = element_of(width), width if width % 4 else width // 4
+    base = f"({sequence} * {kv_heads}u + head / {heads // kv_heads}u) * {places}"
     loop = f"  for (var at = {begin}; at < end; at += LANES) {{\n"
     return (
         _declarations(element, words)
+        + ("var<workgroup> rows: array<u32, LANES>;\n\n" if place else "")
         + _queries(element, words, heads, scale, base, end, sink)
         + loop
-        + _scores(words, score, seen)
+        + _scores(words, score, seen, place)
         + _SOFTMAX
-        + _values(words)
+        + _values(words, "rows[k]" if place else "at + k")
         + _outputs(element, words, heads, may_see_nothing)
     )
 
@@ -243,16 +238,18 @@ fn main(@builtin(workgroup_id) id: vec3<u32>, @builtin(local_invocation_index) t
 """
 
 
-def _scores(words: int, score: str, seen: str) -> str:
+def _scores(words: int, score: str, seen: str, place: str) -> str:
     """Multiply one key a thread with all queries of the workgroup."""
+    find = f"\n      let row = {place};\n      rows[thread] = row;" if place else ""
+    row = "row" if place else "j"
     return f"""    workgroupBarrier();
     let j = at + thread;
 //# for n QUERIES
     var found$n$ = 0.0;
 //# end
-    if (j < end) {{
+    if (j < end) {{{find}
       for (var i = 0u; i < {words}u; i++) {{
-        let key = keys[(base + j) * {words}u + i];
+        let key = keys[(base + {row}) * {words}u + i];
 //# for n QUERIES
         found$n$ += product(query[{words}u * $n$u + i], key);
 //# end
@@ -289,7 +286,7 @@ _SOFTMAX = """    workgroupBarrier();
 """Rescale what there is to the highest score so far, and turn the new scores into weights that add to the sums."""
 
 
-def _values(words: int) -> str:
+def _values(words: int, row: str) -> str:
     """Add the weighted values; the rest of the workgroup shares what few items leave."""
     return f"""    let count = min(LANES, end - at);
     for (var e = 0u; e < EACH; e++) {{
@@ -298,7 +295,7 @@ def _values(words: int) -> str:
         let n = item / {words}u;
         var total = totals[e] * shrink[n];
         for (var k = thread % PARTS; k < count; k += PARTS) {{
-          total += held[(base + at + k) * {words}u + item % {words}u] * scores[n * LANES + k];
+          total += held[(base + {row}) * {words}u + item % {words}u] * scores[n * LANES + k];
         }}
         totals[e] = total;
       }}

@@ -6,19 +6,22 @@ A workgroup computes ``ROWS`` rows: thread ``row * LANES + lane`` takes every ``
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from compressor.codegen.kernels.experts import Routing
 from compressor.codegen.web.kernel import PROMPT_TOKENS, SINGLE, Buffer, Kernel, variants
 from compressor.codegen.web.kernels.experts import EXPERT, PLAIN, Rows, routed_rows
 from compressor.codegen.web.values import four_inputs, four_stored, stored_element
 
 ONE, MANY = {"ROWS": 4, "LANES": 16, "TOKENS": 1}, {"ROWS": 8, "LANES": 8, "TOKENS": 8}
+VERIFIED = {**ONE, "TOKENS": 4}
 FEW = 2
 _ONE_CHOICES = {"ROWS": (1, 2, 4, 8, 16), "LANES": (8, 16, 32, 64), "TOKENS": (1, 2)}
 _MANY_CHOICES = {"ROWS": (2, 4, 8, 16), "LANES": (4, 8, 16, 32), "TOKENS": (4, 8, 16)}
 
 
 def dense_linear(
-    rows: int, columns: int, storage: str, has_bias: bool, routing: Routing | None = None
+    rows: int, columns: int, storage: str, has_bias: bool, routing: Routing | None = None, verifies: bool = False
 ) -> tuple[Kernel, ...]:
     """Kernels for ``y = x @ W.T + bias``: of few tokens, and of many.
 
@@ -27,7 +30,7 @@ def dense_linear(
 
     Args:
         storage: ``float32``, ``float16`` or ``bfloat16``.
-        routing: of a routed linear, as of :func:`compressor.codegen.web.kernels.packed_linear.packed_linear`.
+        routing, verifies: as of :func:`compressor.codegen.web.kernels.packed_linear.packed_linear`.
     """
     x = Buffer("x", "vec4<f32>" if columns % 4 == 0 else "f32")
     weight = Buffer("weight", stored_element(columns, storage))
@@ -45,7 +48,10 @@ def dense_linear(
             space = [one for one in space if one["TOKENS"] == 1]  # a workgroup has one pair
         return Kernel(f"{name}{suffix}", family, buffers, ("M",), constants, groups, text, limits, space)
 
-    return kernel("_one", ONE, {"M": FEW}), kernel("_many", MANY, {})
+    one = kernel("_one", ONE, {"M": FEW})
+    if verifies:
+        return one, replace(kernel("_few", VERIFIED, {}), space=(), order_of=one.name)
+    return one, kernel("_many", MANY, {})
 
 
 def _space(rows: int, quads: int, default: dict[str, int], tokens: int) -> list[dict[str, int]]:

@@ -27,8 +27,9 @@ from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
 ONE, MANY = {"LANES": 16, "TILES": 1, "TOKENS": 1}, {"LANES": 4, "TILES": 4, "TOKENS": 8}
+VERIFIED = {**ONE, "TOKENS": 4}
 """Shipped constants of decode and of prefill: near the best ones on an H200 (benchmarks/results/webgpu_device.md), and
-small enough in groups for software adapters, which take turns among a group's threads."""
+small enough in groups for software adapters, which take turns among a group's threads; and those of verification."""
 FEW = 2
 """Tokens up to which the kernel for one token serves."""
 _ONE_CHOICES = {"LANES": (2, 4, 8, 16), "TILES": (1, 2, 4), "TOKENS": (1, 2)}
@@ -61,7 +62,7 @@ def supports(fmt: Format) -> str:
 
 
 def packed_linear(
-    rows: int, columns: int, fmt: Format, has_bias: bool, routing: Routing | None = None
+    rows: int, columns: int, fmt: Format, has_bias: bool, routing: Routing | None = None, verifies: bool = False
 ) -> tuple[Kernel, ...]:
     """Kernels for ``y = x @ W.T + bias``: of few tokens, and of many.
 
@@ -73,6 +74,8 @@ def packed_linear(
         routing: of a routed linear: x has M or M * each rows, the buffer ``routes`` u32
             (:func:`compressor.codegen.web.kernels.experts.sort_pairs`) comes behind x and numbers, parts and bias are
             those of all experts behind each other, and y is f32 [M, each, rows].
+        verifies: in place of the kernel of many tokens one that adds in the order of that of one, so that a row's bits
+            do not depend on how many are computed with it.
     Raises:
         UsageError: the format stores weights as floats.
     """
@@ -104,7 +107,10 @@ def packed_linear(
             space = [one for one in space if one["TOKENS"] == 1]  # a workgroup has one pair
         return Kernel(f"{name}{suffix}", family, found, ("M",), constants, groups, text, limits, space, details)
 
-    return kernel("_one", ONE, {"M": FEW}), kernel("_many", MANY, {})
+    one = kernel("_one", ONE, {"M": FEW})
+    if verifies:
+        return one, replace(kernel("_few", VERIFIED, {}), space=(), order_of=one.name)
+    return one, kernel("_many", MANY, {})
 
 
 def stored_parts(fmt: Format) -> list[str]:

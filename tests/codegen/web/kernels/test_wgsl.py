@@ -14,26 +14,18 @@ import pytest
 import torch
 from kernel_cases import OPS, check_special, random_packed, special_attention, special_norm, special_rows
 from torch import Tensor
-from web_formats import SERVED, TOLERANCE, error
+from web_formats import SERVED, TOLERANCE, bound, error, fed
 
 from compressor.codegen.web.execute_webgpu import run_kernels
 from compressor.codegen.web.kernel import Kernel, evaluate, specialised
-from compressor.codegen.web.kernels import argmax, attention, dense_linear, embedding, norm, softmax, top_k
-from compressor.codegen.web.kernels.activations import Rounded, round_activations
+from compressor.codegen.web.kernels import attention, dense_linear, embedding, norm, softmax, top_k, tree_attention
+from compressor.codegen.web.kernels.activations import round_activations
 from compressor.codegen.web.kernels.packed_linear import packed_linear, stored_parts
 from compressor.codegen.web.kernels.products import POLYFILLS
 from compressor.errors import UsageError
 from compressor.formats.format import FORMATS, Format
 
 GOLDEN = Path(__file__).parents[4] / "tests" / "golden" / "webgpu"
-
-
-def bound(x: Tensor) -> np.ndarray:
-    """Return a tensor as its buffer holds it."""
-    x = x.contiguous()
-    if x.dtype == torch.int64:
-        x = x.int()
-    return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
 def run(
@@ -54,20 +46,6 @@ def run(
 def small(kernels: Sequence[Kernel], constants: dict[str, int]) -> list[Kernel]:
     """Return the same kernels with constants for which a software adapter compiles in a tenth of the time."""
     return [dataclasses.replace(k, constants={**k.constants, **constants}, limits={}) for k in kernels[1:]]
-
-
-def fed(fmt: Format, x: Tensor, parts: dict[str, Tensor]) -> list[Tensor]:
-    """Return what the linear's kernel reads in place of its input."""
-    if fmt.activations is None:
-        return [x]
-    kernel, (tokens, columns) = round_activations(x.shape[-1], fmt), (x.shape[1], x.shape[2])
-    given = [x, *([parts["input_scale"]] if "input_scale" in parts else [])]
-    outputs = {len(given): ("float32", (1, tokens, columns))}
-    if fmt.integer_products:
-        layout = Rounded.of(columns, fmt)
-        outputs = {len(given): ("int32", (tokens, layout.words)), len(given) + 1: ("float32", (tokens, layout.numbers))}
-    found = run_kernels({kernel.name: kernel.record()}, [bound(one) for one in given], [tokens], outputs)
-    return [torch.from_numpy(one) for one in found]
 
 
 def operands(fmt: Format, x: Tensor, parts: dict[str, Tensor]) -> list[Tensor]:
@@ -300,7 +278,7 @@ def test_top_k(width: int, require_adapter: None) -> None:
 def test_argmax_takes_the_first_of_the_largest(require_adapter: None) -> None:
     x = torch.randn(4, 1003)
     x[0, [17, 900]], x[1, 1002], x[2] = 9.0, 9.0, -1.0
-    record = argmax.argmax(1003).record()
+    record = top_k.argmax(1003).record()
     (found,) = run_kernels({"argmax": record}, [x.numpy()], [4], {1: ("uint32", (4,))})
     assert found.tolist() == [17, 1002, 0, int(x[3].argmax())]
 
@@ -317,10 +295,11 @@ def test_argmax_takes_the_first_of_the_largest(require_adapter: None) -> None:
         round_activations(72, Format.parse("NVFP4_ANVFP4")),
         *dense_linear.dense_linear(8, 12, "float16", True)[:1],
         *attention.cached_attention(4, 2, 16, 0.25, 5, 2.0, True)[:1],
+        tree_attention.tree_attention(4, 2, 16, 0.25, 5, 2.0, True),
         norm.norm(64, 1e-5, True, True),
         embedding.embedding(11, 6, "bfloat16"),
         embedding.packed_embedding(11, 6, Format.parse("W3A16_ASYM_G32")),
-        argmax.argmax(97),
+        top_k.argmax(97),
         top_k.top_k(97),
     ],
     ids=lambda kernel: kernel.name,
