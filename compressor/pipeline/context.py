@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from compressor.errors import UsageError
 from compressor.progress import Reporter, Silent
@@ -63,6 +63,10 @@ class StageRecord:
     reused: int = 0
 
 
+StepSeconds: TypeAlias = "Callable[[Sequence[GraphModule]], tuple[list[float], str]]"
+"""Decoders -> seconds of a step of each as the target's kernels compute it, and in words how they were found."""
+
+
 @dataclass
 class Context:
     """Inputs of a run that passes share, and the records that they leave.
@@ -80,6 +84,7 @@ class Context:
         notes: remarks of passes beside their records, a line each.
         prices: cost of work on this machine, in seconds by unit (:data:`compressor.plan.prices.UNITS`); None if it was
             not measured.
+        step_seconds: times steps of decoders (:class:`compressor.run.steps.Steps`); None where no run provides it.
         dense: the graph before the first linear was packed, for passes with ``needs_dense``; else None.
         blocks, reused: number of segments that the passes worked on so far, and of those that came from ``results``.
     """
@@ -95,6 +100,7 @@ class Context:
     spill: Spill | None = None
     notes: list[str] = field(default_factory=list)
     prices: Mapping[str, float] | None = None
+    step_seconds: StepSeconds | None = None
     dense: GraphModule | None = None
     blocks: int = 0
     reused: int = 0

@@ -1,0 +1,217 @@
+"""Search an architecture within limits: scores and costs of single changes, a programme, and true scores of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule
+
+from compressor.errors import UsageError
+from compressor.formats.format import Format
+from compressor.host.digests import digest
+from compressor.pipeline.context import Context
+from compressor.pipeline.resume import cached_tensors
+from compressor.pipeline.structured.architecture import Parts, alike, built, naming
+from compressor.pipeline.structured.architecture_scores import Score, Scores
+from compressor.search.programme import Limit, choose
+from compressor.search.space import Alternative, Sorted, Space, uniform
+
+Choice = tuple[int, ...]
+"""The place of each sub-layer's alternative in the space."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """Hold what a search is given.
+
+    Attributes:
+        pass_name: for messages.
+        parts, space, order: of the graph, whose channels are sorted.
+        scores: on held-out samples.
+        limits: by measure, but for time.
+        latency: a step's largest time, as a share of the whole graph's; None where it is not limited.
+        fmt: of the blocks' linears, as times are taken; None leaves them dense.
+    """
+
+    pass_name: str
+    parts: Parts
+    space: Space
+    order: Sequence[Sorted | None]
+    scores: Scores
+    limits: dict[str, Limit]
+    latency: float | None
+    fmt: Format | None
+
+    def picks(self, choice: Sequence[int]) -> list[Alternative]:
+        """Return the alternatives of a choice."""
+        return [row[place] for row, place in zip(self.space, choice, strict=True)]
+
+    @property
+    def whole(self) -> list[int]:
+        """The choice that leaves all as it is."""
+        return [0] * len(self.space)
+
+
+def search(graph: GraphModule, ctx: Context, given: Search, pool: int) -> list[Alternative]:
+    """Return what stands in the place of each sub-layer: the best of a pool by its divergence as a whole.
+
+    In the pool are up to ``pool`` choices of the programme, which differ in two sub-layers at least, and every
+    architecture within the limits that is the same in each layer.  So the choice is never worse than the best of these,
+    on the samples of the scores.
+
+    Raises:
+        UsageError: the limits cannot be met, or time is limited and nothing here tells it.
+    """
+    singles = _singles(graph, ctx, given)
+    limits, how = dict(given.limits), ""
+    if given.latency is not None:
+        limits["latency"], how = _times(graph, ctx, given, given.latency)
+    even = [tuple(one) for one in uniform(given.parts.layers, given.space)]
+    found: list[Choice] = []
+    costs = [[one.mean for one in row] for row in singles]
+    with naming(given.pass_name):
+        while len(found) < pool and (picked := choose(costs, limits, found)) is not None:
+            found.append(tuple(picked))
+    found += [one for one in even if one not in found and all(limit.allows(one) for limit in limits.values())]
+    whole = _wholes(graph, ctx, given, found)
+    best = min(whole, key=lambda one: whole[one].mean)
+    ctx.notes += _told(given, best, singles, whole, limits, set(even))
+    picks = given.picks(best)
+    if how:
+        ctx.notes.append(_checked(graph, ctx, given, picks, limits["latency"].sum(best), how))
+    ctx.state = digest(ctx.state, [one.label for one in picks])  # times differ from run to run, and so may choices
+    return picks
+
+
+def _singles(graph: GraphModule, ctx: Context, given: Search) -> list[list[Score]]:
+    """Return the score of each alternative alone."""
+    with ctx.reporter.task("score candidates", sum(map(len, given.space))) as task:
+
+        def make() -> dict[str, torch.Tensor]:
+            rows = []
+            for i, row in enumerate(given.space):
+                for place in range(len(row)):
+                    choice = given.whole
+                    choice[i] = place
+                    score = given.scores.of(given.picks(choice))
+                    rows.append([score.mean, score.error])
+                    task.advance()
+            return {"scores": torch.tensor(rows, dtype=torch.float64)}
+
+        flat = cached_tensors(graph, ctx, given.pass_name, _decides(ctx, given, "singles"), make)["scores"].tolist()
+    rest = iter(flat)
+    return [[Score(*next(rest)) for _ in row] for row in given.space]
+
+
+def _wholes(graph: GraphModule, ctx: Context, given: Search, pool: Sequence[Choice]) -> dict[Choice, Score]:
+    """Return the score of each architecture of the pool."""
+    with ctx.reporter.task("score the pool", len(pool)) as task:
+        found = {}
+        for one in pool:
+            found[one] = given.scores.of(given.picks(one))
+            task.advance()
+    return found
+
+
+def _decides(ctx: Context, given: Search, what: str) -> list[object]:
+    sha256 = None if ctx.samples is None else ctx.samples.sha256
+    labels = [[one.label for one in row] for row in given.space]
+    held = given.scores.samples
+    return [what, sha256, held, labels, ctx.seed]
+
+
+def _times(graph: GraphModule, ctx: Context, given: Search, share: float) -> tuple[Limit, str]:
+    """Return the limit of time, in seconds a step, and in words how times were found.
+
+    A change is made in all sub-layers that are alike but the first, and the difference to the whole graph's step is
+    divided by their number: what stands beside them cancels.  No difference is taken for more than it is.
+
+    Raises:
+        UsageError: nothing here tells times.
+    """
+    timer = ctx.step_seconds
+    if timer is None:
+        raise UsageError(
+            f"{given.pass_name}: latency: what a step takes is not known here; compress through compressor.compress or "
+            "the command line, or limit weight_bytes or parameters"
+        )
+    groups = alike(graph, given.parts.layers, given.space)
+    changes: list[tuple[list[int], str]] = []  # sub-layers that change, and to what
+    for members in groups:
+        labels = dict.fromkeys(one.label for i in members for one in given.space[i][1:])
+        for label in labels:
+            able = [i for i in members if any(one.label == label for one in given.space[i])]
+            changes.append((able[1:] or able, label))
+
+    def make() -> dict[str, torch.Tensor]:
+        wanted = [given.picks(given.whole)]
+        for places, label in changes:
+            picks = given.picks(given.whole)
+            for i in places:
+                picks[i] = next(one for one in given.space[i] if one.label == label)
+            wanted.append(picks)
+        seconds, how = timer([built(graph, given.pass_name, picks, given.fmt) for picks in wanted])
+        return {"seconds": torch.tensor(seconds, dtype=torch.float64), "how": torch.tensor(list(how.encode()))}
+
+    decides = [*_decides(ctx, given, "seconds"), ctx.target, None if given.fmt is None else given.fmt.name]
+    known = cached_tensors(graph, ctx, given.pass_name, decides, make)
+    first, *others = known["seconds"].tolist()
+    saved = {
+        (given.parts.layers[places[0]].branch.part, frozenset(members), label): (seconds - first) / len(places)
+        for (places, label), seconds in zip(changes, others, strict=True)
+        for members in groups
+        if places[0] in members
+    }
+    sizes = [[0.0] * len(row) for row in given.space]
+    for members in groups:
+        for i in members:
+            part = given.parts.layers[i].branch.part
+            sizes[i][1:] = [saved[part, frozenset(members), one.label] for one in given.space[i][1:]]
+    return Limit(sizes, first, share * first, " s"), bytes(known["how"].tolist()).decode()
+
+
+def _checked(
+    graph: GraphModule, ctx: Context, given: Search, picks: list[Alternative], foreseen: float, how: str
+) -> str:
+    """Say what a step of the architecture was foreseen to take, and takes as it is built."""
+    assert ctx.step_seconds is not None
+    both = [built(graph, given.pass_name, one, given.fmt) for one in (given.picks(given.whole), picks)]
+    (whole, chosen), _ = ctx.step_seconds(both)
+    off = foreseen / chosen - 1
+    return (
+        f"{given.pass_name}: a step is foreseen to take {1e3 * foreseen:.4g} ms, and takes {1e3 * chosen:.4g} ms "
+        f"({off:+.1%}), {chosen / whole:.3f} of the model's {1e3 * whole:.4g} ms ({how})"
+    )
+
+
+def _told(
+    given: Search,
+    best: Choice,
+    singles: Sequence[Sequence[Score]],
+    whole: dict[Choice, Score],
+    limits: dict[str, Limit],
+    even: set[Choice],
+) -> list[str]:
+    """Say what was chosen, layer by layer, and what the pool's others reach."""
+    name, notes = given.pass_name, []
+    for layer, row, place, scores in zip(given.parts.layers, given.space, best, singles, strict=True):
+        alone = f", alone {scores[place]} nats a token" if place else ""
+        of = f" of {layer.channels}" if row[place].channels is not None else ""
+        notes.append(f"{name}: {layer.name}: {row[place].label.replace('_', ' ')}{of}{alone}")
+    added = sum(scores[place].mean for scores, place in zip(singles, best, strict=True))
+    notes.append(
+        f"{name}: KL(model || architecture) {whole[best]} nats a token on {given.scores.samples} held-out samples; "
+        f"scores add up to {added:.4g}; of {len(whole)} architectures that were scored as wholes"
+    )
+    uniforms = [one for one in whole if one in even]
+    if uniforms:
+        first = min(uniforms, key=lambda one: whole[one].mean)
+        notes.append(f"{name}: the best of {len(uniforms)} uniform ones within the limits reaches {whole[first]}")
+    for measure, limit in limits.items():
+        notes.append(
+            f"{name}: {measure} {limit.sum(best):,.6g}{limit.unit}, at most {limit.most:,.6g}{limit.unit}; all as it "
+            f"is {limit.sum(given.whole):,.6g}{limit.unit}"
+        )
+    return notes

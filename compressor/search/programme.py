@@ -1,0 +1,137 @@
+"""Choose one alternative of each item under several limits at once, exactly, as a mixed-integer programme.
+
+    least sum of costs,  one alternative of each item,  sum of sizes <= limit for each measure,
+    and at least two items other than in each choice that is excluded (no-good cuts)
+
+Solved by HiGHS through :func:`scipy.optimize.milp`.  Puzzle (arXiv 2411.19146, section 4.2) states the same programme.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compressor.errors import ToolchainError, UsageError
+from compressor.search.knapsack import amount, require_solver
+
+_LARGEST = 1e4  # the solver's tolerances are absolute, a millionth
+_INFEASIBLE = 2  # of milp's states
+_ROUNDING = 1e-9  # of a limit, for sums in another order
+
+Rows = Sequence[Sequence[float]]
+"""A figure of each item's alternatives."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Bound the sum of one measure.
+
+    Attributes:
+        sizes: of each item's alternatives; they may be below 0.
+        rest: what is there whatever is chosen.
+        most: the largest sum, with the rest.
+        unit: for messages.
+    """
+
+    sizes: Rows
+    rest: float
+    most: float
+    unit: str = ""
+
+    def sum(self, picked: Sequence[int]) -> float:
+        """Return what a choice takes."""
+        return self.rest + sum(row[place] for row, place in zip(self.sizes, picked, strict=True))
+
+    @property
+    def least(self) -> float:
+        """Return what the smallest choice takes."""
+        return self.rest + sum(map(min, self.sizes))
+
+    def allows(self, picked: Sequence[int]) -> bool:
+        """Tell whether a choice is within the limit."""
+        return self.sum(picked) <= self.most + _ROUNDING * max(abs(self.most), abs(self.rest))
+
+
+def choose(costs: Rows, limits: Mapping[str, Limit], excluded: Sequence[Sequence[int]] = ()) -> list[int] | None:
+    """Return the place of each item's alternative with the least sum of costs; None if the excluded are all there are.
+
+    The oracle is trying all choices.
+
+    Args:
+        costs: of each item's alternatives, not negative.
+        limits: by measure.
+        excluded: choices from which the new one differs in at least two items, or in one where there is one alone.
+    Raises:
+        UsageError: no choice is within the limits, without those excluded; names the limit that binds and the least
+            that can be reached.
+        ToolchainError: scipy is missing, or the solver failed.
+    """
+    check_reachable(limits)
+    picked = _solve(costs, limits, excluded)
+    if picked is None and not excluded:
+        raise UsageError("; ".join(_together(limits)))
+    return picked
+
+
+def check_reachable(limits: Mapping[str, Limit]) -> None:
+    """Refuse a limit that the smallest choice exceeds.
+
+    Raises:
+        UsageError: names the limit and the least that can be reached.
+    """
+    for name, limit in limits.items():
+        if limit.least > limit.most + _ROUNDING * max(abs(limit.most), abs(limit.rest)):
+            raise UsageError(
+                f"{name} of at most {amount(limit.most)}{limit.unit} cannot be met: the smallest architecture of this "
+                f"space has {amount(limit.least)}{limit.unit}; raise it, or add smaller alternatives"
+            )
+
+
+def _together(limits: Mapping[str, Limit]) -> list[str]:
+    """Say of each limit what can be reached under the others."""
+    told = []
+    for name, limit in limits.items():
+        others = {key: other for key, other in limits.items() if key != name}
+        low = min(min(row) for row in limit.sizes)
+        found = _solve([[size - low for size in row] for row in limit.sizes], others, ())
+        reached = "nothing" if found is None else f"{amount(limit.sum(found))}{limit.unit}"
+        told.append(f"under the other limits {name} reaches {reached} at least, above {amount(limit.most)}{limit.unit}")
+    return told
+
+
+def _solve(costs: Rows, limits: Mapping[str, Limit], excluded: Sequence[Sequence[int]]) -> list[int] | None:
+    require_solver()
+    import numpy as np
+    from scipy import sparse
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    counts = [len(row) for row in costs]
+    ends = np.cumsum([0, *counts])
+    flat = np.array([cost for row in costs for cost in row], np.float64)
+    if flat.max() > 0:
+        flat = flat / flat.max() * _LARGEST
+    one_each = sparse.csr_array((np.ones(len(flat)), (np.repeat(np.arange(len(counts)), counts), np.arange(len(flat)))))
+    constraints: list[Any] = [LinearConstraint(one_each, 1, 1)]
+    for limit in limits.values():
+        above = np.array([size - min(row) for row in limit.sizes for size in row], np.float64)
+        scale = _LARGEST / max(float(above.max()), 1e-300)
+        room = limit.most - limit.least + _ROUNDING * max(abs(limit.most), abs(limit.rest))
+        constraints.append(LinearConstraint((above * scale)[None], -np.inf, max(0.0, room) * scale))
+    for picked in excluded:
+        row = np.zeros(len(flat))
+        row[ends[:-1] + np.array(picked)] = 1
+        constraints.append(LinearConstraint(row[None], -np.inf, len(counts) - min(2, len(counts))))
+    found = milp(
+        flat,
+        integrality=np.ones(len(flat)),
+        bounds=Bounds(0, 1),
+        constraints=constraints,
+        options={"mip_rel_gap": 0.0},
+    )
+    if found.x is None:
+        if found.status == _INFEASIBLE:
+            return None
+        raise ToolchainError(f"the mixed-integer programme was not solved: {found.message}")
+    return [int(found.x[first:last].argmax()) for first, last in itertools.pairwise(ends)]

@@ -1,0 +1,61 @@
+"""The programme of several limits against trying all choices; limits that cannot be met say which and how far."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from compressor.errors import UsageError
+from compressor.search.programme import Limit, choose
+
+COUNTS = (2, 4, 3, 2, 4)
+EVERY = list(itertools.product(*(range(count) for count in COUNTS)))
+
+
+def problem(seed: int) -> tuple[list[list[float]], list[list[float]], list[list[float]]]:
+    draw = random.Random(seed)
+    costs = [[0.0, *(draw.random() for _ in range(count - 1))] for count in COUNTS]
+    seconds = [[0.0, *(draw.uniform(-1e-4, 1e-5) for _ in range(count - 1))] for count in COUNTS]
+    sizes = [[1e6, *(draw.uniform(0, 1e6) for _ in range(count - 1))] for count in COUNTS]
+    return costs, seconds, sizes
+
+
+def cost(costs: list[list[float]], picked: list[int] | tuple[int, ...]) -> float:
+    return sum(row[place] for row, place in zip(costs, picked, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_choices_are_those_of_brute_force(seed: int) -> None:
+    costs, seconds, sizes = problem(seed)
+    limits = {"latency": Limit(seconds, 1e-3, 0.85e-3, " s"), "weight_bytes": Limit(sizes, 3e5, 3.9e6)}
+    found: list[list[int]] = []
+    for _ in range(3):
+        within = [
+            one
+            for one in EVERY
+            if all(limit.allows(one) for limit in limits.values())
+            and all(sum(a != b for a, b in zip(one, other, strict=True)) >= 2 for other in found)
+        ]
+        picked = choose(costs, limits, found)
+        if not within:
+            assert found and picked is None
+            break
+        assert picked is not None and tuple(picked) in within
+        assert cost(costs, picked) == pytest.approx(min(cost(costs, one) for one in within), rel=1e-9)
+        found.append(picked)
+
+
+def test_no_choice_is_left() -> None:
+    assert choose([[0.0, 1.0]], {"bytes": Limit([[2.0, 1.0]], 0, 5)}, [[0], [1]]) is None
+
+
+def test_limits_that_cannot_be_met_name_the_least() -> None:
+    sizes, others = [[10.0, 4.0], [10.0, 5.0]], [[4.0, 10.0], [5.0, 10.0]]
+    with pytest.raises(UsageError, match=r"weight_bytes of at most 100 cannot be met: the smallest .* has 109;"):
+        choose([[0.0, 1.0]] * 2, {"weight_bytes": Limit(sizes, 100, 100)})
+    both = {"weight_bytes": Limit(sizes, 0, 12), "parameters": Limit(others, 0, 12)}
+    message = r"the other limits weight_bytes reaches 20 at least, above 12; .* parameters reaches 20 at least"
+    with pytest.raises(UsageError, match=message):
+        choose([[0.0, 1.0]] * 2, both)
