@@ -93,7 +93,7 @@ def test_the_manifest_lists_every_file(bundle: Path) -> None:
 
 def test_the_run_time_is_small(bundle: Path) -> None:
     served = ("runner.js", "program.js", "webgpu.js")  # what a page loads; wasm.js only where there is no WebGPU
-    assert sum((bundle / name).stat().st_size for name in served) < 36_000
+    assert sum((bundle / name).stat().st_size for name in served) < 37_500
     others = [p for p in bundle.rglob("*") if p.is_file() and p.parent.name != "weights"]
     assert sum(len(gzip.compress(p.read_bytes())) for p in others) < 100_000  # with a program it may be 300 kB
 
