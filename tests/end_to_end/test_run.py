@@ -56,6 +56,7 @@ from compressor.host.resources import resource
 from compressor.numerics.nearest import rtn_quantize
 from compressor.passes.activation_sparse import ActivationSparse
 from compressor.passes.channel_prune import ChannelPrune
+from compressor.passes.distill import Distill
 from compressor.passes.draft_heads import DraftHeads
 from compressor.passes.early_exit import EarlyExit
 from compressor.passes.embedding import Embedding
@@ -185,7 +186,7 @@ def packs(step: Any) -> bool:
 
 def leaves_dense(step: Any) -> bool:
     """Return whether a pass records linears that stay dense."""
-    return isinstance(step, (*REMOVE, EarlyExit)) or not getattr(step, "pack", True)
+    return isinstance(step, (*REMOVE, Distill, EarlyExit)) or not getattr(step, "pack", True)
 
 
 def is_whole(name: str) -> bool:
