@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from compressor_runtime import DamagedBundleError
+from compressor_runtime.manifest import checked_model
 from compressor_runtime.speculation.drafts import Drafts
 from compressor_runtime.speculation.pace import Always
 
@@ -36,6 +38,12 @@ def test_the_bundle_says_what_its_drafts_leave_out_and_gives_the_text_of_plain_s
         wanted = "".join(bundle.generate("Return the ", max_tokens=40, speculate="off", **options))
         found = bundle.generate("Return the ", max_tokens=40, **options)
         assert "".join(found) == wanted and found.speculation.kind == "self" and found.speculation.verifications > 2
+
+
+    one = skips[0]
+    for wrong in ([], [{**one, "without": ["ffn_9"]}], [{**one, "cost": -1.0}], [{**one, "agreement": 1}], [{}]):
+        with pytest.raises(DamagedBundleError, match="skips|without"):
+            checked_model({**bundle.manifest, "model": {**bundle.model, "skips": wrong}})
 
 
 def test_without_text_to_choose_on_it_is_refused(short_reference: Path, tmp_path: Path) -> None:
