@@ -7,7 +7,8 @@ pictures, of four dimensions, or ids, of two, with a mask.  The answer is a line
 of the outputs, then the outputs, float32.  A model of speech is asked by ``{"source": shape, "ids": shape}`` for
 logits, with the source, float32, and ids, int64; or by ``{"samples": N, "most": M}`` for what it says, with the
 samples, float32: then the answer is a line with the tokens.  A decoder continues prompts, int64, after
-``{"prompts": [B, S], "count": N}``: the answer is a line with the tokens.
+``{"prompts": [B, S], "count": N}``: the answer is a line with the tokens.  Of a decoder in parts, ``{"parts": [B, S]}``
+asks for their times behind a text, int64, and with ``"without"``, lists of parts, how often the others agree with all.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ def main() -> int:
             shape = json.loads(line)
             if isinstance(shape, dict) and "prompts" in shape:
                 _continue(bundle, shape, requests, send)
+                continue
+            if isinstance(shape, dict) and "parts" in shape:
+                _skip(bundle, shape, requests, send)
                 continue
             if isinstance(shape, dict):
                 _listen(bundle, shape, requests, send)
@@ -91,6 +95,25 @@ def _continue(bundle: Any, asked: dict[str, Any], requests: BinaryIO, send: Call
         return
     session = bundle.session(batch, length + asked["count"])
     send(continue_greedily(lambda ids: session.step(ids)[:, -1], prompts, asked["count"]).tolist())
+
+
+def _skip(bundle: Any, asked: dict[str, Any], requests: BinaryIO, send: Callable[..., None]) -> None:
+    """Answer a request about the parts that drafts of a model by itself may leave out."""
+    from compressor_runtime.speculation.kinds.skips import CHAIN
+    from compressor_runtime.speculation.measure import agreements, part_times, verification_times
+    from compressor_runtime.speculation.pace import on_lines
+
+    ids = np.frombuffer(requests.read(8 * math.prod(asked["parts"])), np.int64).reshape(asked["parts"])
+    if "without" in asked:
+        send(agreements(bundle, ids, asked["without"]))
+        return
+    prompt = ids[0, : ids.shape[1] // 2].tolist()
+    times = verification_times(bundle, prompt)
+    known = sorted({**times, 1: times[0]}.items())[1:]
+    verification = [on_lines(known, 1 + rows) / times[0] for rows in range(1, CHAIN + 1)]
+    names = [part["entry"] for part in bundle.model["parts"][1:-1]]
+    seconds = part_times(bundle, prompt)
+    send({"names": names, "seconds": seconds, "step_s": times[0], "verification": verification})
 
 
 def _early(bundle: Any, ids: Any, room: int) -> Any:

@@ -30,6 +30,7 @@ from compressor.recipe.drafts import ExitSpec
 from compressor.recipe.gates import METRICS, is_measured
 from compressor.recipe.options import recipe_name
 from compressor.registry import PASSES
+from compressor.search.knapsack import require_solver
 
 if TYPE_CHECKING:
     from compressor.codegen.backend import Backend
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from compressor.recipe.recipe import Recipe
 
 
+_LEAST_TOKENS = 64
+"""Of a calibration sample, where agreement of drafts is measured: a draft stands behind 16 of them."""
 _KINDS = {"decoder": "a decoder", "encoder": "an encoder", "seq2seq": "an encoder-decoder", "module": "a plain module"}
 
 
@@ -80,9 +83,10 @@ def mark_entries(graph: GraphModule, recipe: Recipe) -> None:
     if recipe.drafts == "heads" and not any(PASSES.name_of(step) == "draft_heads" for step in recipe.passes):
         raise recipe.problem(("speculate",), "heads: the model has none; add the pass draft_heads, which trains them")
     first = None
-    if recipe.drafts == "exit":
+    if recipe.drafts in ("exit", "self"):
         asked = recipe.speculate.layer if isinstance(recipe.speculate, ExitSpec) else None
         first = max(1, len(find_blocks(graph)) // 2) if asked is None else asked
+        first = 0 if recipe.drafts == "self" else first
         if reason := why_no_parts(graph, first):
             raise recipe.problem(("speculate",), f"{graph.meta['model'].name}: {reason}; take another kind of drafts")
     graph.meta["model"] = dataclasses.replace(graph.meta["model"], speculates=True, first_blocks=first)
@@ -106,11 +110,25 @@ def plan_passes(graph: GraphModule, recipe: Recipe, backend: Backend) -> Planned
         with _at(recipe, ("passes", index, recipe_name(step)), PASSES.name_of(step)):
             passes.append(_plan_pass(index + 1, step, meta, context, recipe))
             backend.check(meta)
+    if recipe.drafts == "self":
+        _check_self_drafts(recipe, backend)
     if recipe.speculate == PLANES and not has_planes(meta):
         raise recipe.problem(
             ("speculate",), "no linear's codes lie in two planes; give a pass such a scheme, for example W8A8_P4"
         )
     return PlannedPasses(tuple(passes), tuple(before), as_lowered(meta))
+
+
+def _check_self_drafts(recipe: Recipe, backend: Backend) -> None:
+    """Refuse to choose what drafts leave out where that cannot be measured."""
+    reason = ""
+    if recipe.calibration is None or recipe.calibration.sequence_length < _LEAST_TOKENS:
+        reason = f"they are chosen on calibration text; add `calibration:`, samples of {_LEAST_TOKENS} tokens or more"
+    elif not backend.runs_here or not backend.timed:
+        reason = "they are chosen by times, and this machine does not run the kernels by itself"
+    if reason:
+        raise recipe.problem(("speculate",), f"self: drafts leave parts of the model out; {reason}")
+    require_solver()
 
 
 def check_recipe(recipe: Recipe, info: ModelInfo) -> None:

@@ -23,7 +23,6 @@ from compressor.evaluate.comparison import Speed, comparisons, measure_speed
 from compressor.evaluate.gates import check_gates
 from compressor.evaluate.models import SIZES, bundle_quality
 from compressor.evaluate.quality import EvalResult, GraphLogits
-from compressor.export.bundle import write_bundle
 from compressor.export.facts import run_facts
 from compressor.export.manifest import finite, write_measurements
 from compressor.export.publish import (
@@ -48,6 +47,7 @@ from compressor.recipe.recipe import Recipe, load_recipe
 from compressor.run.clock import Clock
 from compressor.run.outcome import Outcome
 from compressor.run.prepare import Prepared, prepare
+from compressor.run.speculation.skips import write_with_skips
 from compressor.runtime import Bundle, BundleError, RequestError, load, thread_count
 from compressor.verify.independence.check import Independence, check_independence
 
@@ -168,7 +168,8 @@ def _run(given: Prepared, destination: Path, rejected: Path, dump: Path | None, 
         with clock.stage("write"):
             written = given.backend.write(partial, graph, independence.independent)
             dense_bytes, lock = weight_bytes(given.dense_graph()), given.lock.text()
-            manifest = write_bundle(partial, written, run_facts(graph, given.recipe, given.context, dense_bytes, lock))
+            facts = run_facts(graph, given.recipe, given.context, dense_bytes, lock)
+            manifest = write_with_skips(given, partial, written, facts)
         del graph
         measured = _measure(given, partial, manifest, independence)
         outcome = _judge(given, destination, partial, measured)

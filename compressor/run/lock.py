@@ -48,6 +48,16 @@ class _Schedule(BaseModel):
     chosen: str = ""
 
 
+class _Skips(BaseModel):
+    """Parts that drafts of a model by itself leave out, how often they agree with it, and their time in steps."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    without: list[str]
+    agreement: float
+    cost: float
+
+
 class _Lock(BaseModel):
     """The file's schema."""
 
@@ -64,6 +74,7 @@ class _Lock(BaseModel):
     calibration: dict[str, str | int] | None
     evaluation: dict[str, str | int] | None
     schedules: dict[str, _Schedule]
+    skips: list[_Skips] = []
 
 
 class Lock:

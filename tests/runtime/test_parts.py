@@ -6,10 +6,12 @@ import dataclasses
 import random
 from collections.abc import Callable
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from compressor_runtime import RequestError
 from compressor_runtime import session as sessions
 from compressor_runtime.device.host import Host
@@ -17,28 +19,43 @@ from compressor_runtime.generation import Sampler, next_tokens
 from compressor_runtime.speculation.counts import Speculation
 from compressor_runtime.speculation.drafts import Drafts
 from compressor_runtime.speculation.engine import Engine, Text
+from compressor_runtime.speculation.kinds.registry import served
+from compressor_runtime.speculation.kinds.skips import through
+from compressor_runtime.speculation.measure import agreements
 from compressor_runtime.speculation.pace import Always
 from kernel_cases import Program
 from numpy.typing import NDArray
-from tiny_models import DECODERS, build, quantized
+from tiny_models import DECODERS, build, quantized, relative_error
 from token_trees import path_to, random_trees
+from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
 from compressor.codegen.lowering.compile import compile_graph
 from compressor.codegen.targets.x86 import X86
 from compressor.export.facts import model_facts
+from compressor.graph.blocks import find_blocks, remove_branches
+from compressor.graph.caches import empty_past
+from compressor.graph.model import clone_graph
 
 VOCAB, LIMIT = 97, 128
 ENTRIES = ("verify", "begin", "rest", "end", "main")
+SKIPS = (["ffn_0"], ["attention_1", "ffn_0"])
+"""What drafts of the model itself leave out."""
+
+
+@cache
+def model() -> GraphModule:
+    return quantized(capture(build(DECODERS["llama"]())), "W8A8")
 
 
 @cache
 def compiled(first_blocks: int) -> Callable[..., sessions.Session]:
     """Compile a decoder with parts; returns what opens a session."""
-    graph = quantized(capture(build(DECODERS["llama"]())), "W8A8")
+    graph = clone_graph(model())
     graph.meta["model"] = dataclasses.replace(graph.meta["model"], speculates=True, first_blocks=first_blocks)
     library = compile_graph(graph, X86(), tune="off", threads=1)
     program, facts = Program(graph, library), model_facts(graph) | {"parts": library.parts}
+    facts["skips"] = [{"without": names, "agreement": 0.7, "cost": 0.7} for names in SKIPS]
     parameters = {entry: [program.parameters[i] for i in used] for entry, used in library.entries.items()}
     stored = [index for used in library.entries.values() for index in used]
     assert set(stored) == set(library.entries["main"]), "no parameter that the model has not"
@@ -108,12 +125,49 @@ def test_what_a_draft_has_computed_is_used_again_with_the_same_bits() -> None:
     assert session.lengths == other.lengths
 
 
+def test_a_draft_leaves_parts_out_as_the_graph_without_them_does() -> None:
+    """One call for a chain, and one for each token, give the same bits; all parts give those of the whole."""
+    ids, count = random_ids(6), torch.arange(6)
+    for gone in SKIPS:
+        graph = clone_graph(model())
+        branches = [branch for block in find_blocks(graph) for branch in block.branches]
+        names = [f"{branch.part}_{index // 2}" for index, branch in enumerate(branches)]
+        remove_branches(graph, [branch for branch, name in zip(branches, names, strict=True) if name in gone])
+        with torch.no_grad():
+            expected = graph(torch.from_numpy(ids)[None], count, count, *empty_past(graph.meta["model"], 1, 0))[0][0]
+        session, other = compiled(0)(), compiled(0)()
+        kept = [index for index, name in enumerate(session.parts.names) if name not in gone]
+        found = through(session, ids, np.arange(6), np.zeros(6, np.int64), kept)
+        assert relative_error(found, expected) < 1e-5
+        single = [through(other, [token], [ahead], [0], kept)[0] for ahead, token in enumerate(ids)]
+        assert np.array_equal(found, single)
+    whole = through(session, ids, np.arange(6), np.zeros(6, np.int64), range(4))
+    assert np.array_equal(whole, session.verify(ids, range(-1, 5))) and relative_error(found, whole) > 1e-2
+
+
+def test_agreement_is_that_of_drafts_behind_the_text() -> None:
+    """Without parts that are left out all tokens agree; otherwise as many as step by step."""
+    texts, bundle = random_ids(2, 32), SimpleNamespace(session=lambda batch, _: compiled(0)(batch))
+    every, some = agreements(bundle, texts, [[], ["attention_1", "ffn_0"]])
+    right = 0
+    for text in texts:
+        session = compiled(0)()
+        session.step([text[:16]])
+        for begin in (16, 24):
+            drafted = [through(session, [text[begin + i]], [i], [0], [0, 3])[0].argmax() for i in range(8)]
+            own = [int(session.step([[token]])[0, 0].argmax()) for token in text[begin : begin + 8]]
+            right += sum(a == b for a, b in zip(drafted, own, strict=True))
+    assert every == 1 and some == right / 32 and 0 < some < 1
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_texts_are_those_of_plain_steps(temperature: float) -> None:
-    prompts, count = random_ids(3, 6), 30
-    session, drafts, counts = compiled(1)(3), Drafts(VOCAB, Always(), ENTRIES), Speculation("exit")
+@pytest.mark.parametrize(("kind", "first_blocks"), [("exit", 1), ("self", 0)])
+def test_texts_are_those_of_plain_steps(kind: str, first_blocks: int, temperature: float) -> None:
+    prompts, count, entries = random_ids(3, 6), 30, ENTRIES if first_blocks else ("verify", "begin", "end", "main")
+    assert kind in served(entries, ["skips"]) and "self" not in served(entries)
+    session, drafts, counts = compiled(first_blocks)(3), Drafts(VOCAB, Always(), entries, ["skips"]), Speculation(kind)
     texts = [
-        Text(slot, [*own], drafts.start("exit", session, slot), sampler(slot, temperature), {}, count - slot)
+        Text(slot, [*own], drafts.start(kind, session, slot), sampler(slot, temperature), {}, count - slot)
         for slot, own in enumerate(prompts.tolist())
     ]
     for text, logits in zip(texts, session.step(prompts), strict=True):
@@ -121,7 +175,7 @@ def test_texts_are_those_of_plain_steps(temperature: float) -> None:
     assert list(Engine(session, drafts.pace, drafts.acceptance, counts).rounds(texts))
     assert counts.drafted > 3 * counts.verifications
     for text, own in zip(texts, prompts, strict=True):
-        plain, chooser = compiled(1)(), sampler(text.slot, temperature)
+        plain, chooser = compiled(first_blocks)(), sampler(text.slot, temperature)
         tokens = next_tokens(
             lambda step, plain=plain: plain.step(step)[0, -1],
             own[None],

@@ -37,6 +37,7 @@ _MODULES = (
         "speculation/kinds/heads",
         "speculation/kinds/layers",
         "speculation/kinds/planes",
+        "speculation/kinds/skips",
         "speculation/kinds/registry",
         "speculation/drafts",
         "depth/early",

@@ -99,7 +99,7 @@ class Bundle:
     @property
     def speculations(self) -> tuple[str, ...]:
         """The kinds of drafts that its kernels serve; none where they verify no drafted tokens."""
-        return served(self.entries)
+        return served(self.entries, self.model)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -322,7 +322,7 @@ class Bundle:
 
     @cached_property
     def _drafts(self) -> Drafts:
-        return Drafts(self.model["vocab_size"], entries=self.entries)
+        return Drafts(self.model["vocab_size"], entries=self.entries, facts=self.model)
 
     @property
     def _reads_tokens(self) -> bool:

@@ -171,6 +171,7 @@ def checked_model(manifest: dict[str, Any]) -> dict[str, Any]:
         wrong += [] if _cache_fits(model) else ["cache_bytes_per_token"]
         wrong += [] if _states_fit(model) else ["states"]
         wrong += [] if _parts_fit(model, manifest.get("entries", {})) else ["parts"]
+        wrong += [] if _skips_fit(model) else ["skips"]
     if wrong:
         raise DamagedBundleError(f"{MANIFEST}: `{wrong[0]}` has a value that cannot be; copy the bundle again")
     return model
@@ -230,6 +231,16 @@ def _parts_fit(model: dict[str, Any], entries: Any) -> bool:
             return False
         known.update(gives)
     return not parts or (len(parts) > 1 and "logits" in items(parts[-1], "gives", str))
+
+
+def _skips_fit(model: dict[str, Any]) -> bool:
+    """Return whether the subsets that draft, where there are any, leave out parts that there are."""
+    if "skips" not in model:
+        return True
+    names, skips = {part["entry"] for part in model.get("parts", [])[1:-1]}, items(model, "skips", dict)
+    numbers = [number for one in skips for number in (one.get("agreement"), one.get("cost"))]
+    right = all(type(number) is float and 0 <= number < math.inf for number in numbers)
+    return bool(right and skips) and all(names.issuperset(items(one, "without", str)) for one in skips)
 
 
 def _states_fit(model: dict[str, Any]) -> bool:

@@ -51,7 +51,8 @@ class Session:
         self._entries, self._batch, self._capacity = dict(entries or {}), whole("batch", batch, 1), 0
         self._drafts: tuple[list[int], ...] | None = None  # parents, sequences and rows that may be accepted
         self.hidden = Hidden(self._entries.get(HEADS) and self._heads, model["vocab_size"])
-        self.parts = Parts(model.get("parts", ()), self._entries, self._device.put, lambda: self._caches)
+        parts, skips = model.get("parts", ()), model.get("skips", ())
+        self.parts = Parts(parts, self._entries, self._device.put, lambda: self._caches, skips)
         self.falling = falling_depth(model, self.parts)  # runs steps without the blocks that tokens pass by
         self._caches: list[Any] = []  # keys of every layer, then values: f32 [B, Hkv, T, D], or u8 of a row's bytes
         self._states: list[Any] = []  # of recurrent layers, f32 [B, ...]; kernels write them

@@ -33,7 +33,7 @@ def speculation(bundle: Any, asked: Any) -> Speculation | None:
         raise RequestError(f"speculate={wanted!r:.100}: give {', '.join(map(repr, SPECULATIONS))} or 'off'")
     if wanted == "off":
         return None
-    kinds = served(bundle.entries)
+    kinds = served(bundle.entries, bundle.model)
     if wanted in kinds:
         return Speculation(wanted)
     if bundle.kind != "decoder":
@@ -60,13 +60,20 @@ class Drafts:
         vocab_size: tokens of the model.
         pace: decides when drafts pay.
         entries: of the model's library; ``auto`` takes the kinds that these serve.
+        facts: that the manifest states about the model.
     """
 
-    def __init__(self, vocab_size: int, pace: Pace | None = None, entries: Collection[str] = (VERIFY,)) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        pace: Pace | None = None,
+        entries: Collection[str] = (VERIFY,),
+        facts: Collection[str] = (),
+    ) -> None:
         self.pace = pace or Pace()
         self.acceptance = Acceptance(prior)
         self._shared = Shared(vocab_size, self.pace, self.acceptance)
-        self._entries = entries
+        self._entries, self._facts = entries, facts
 
     def start(self, kind: str, session: Any, slot: int = 0) -> list[Draft]:
         """Return the drafts of a kind for one text.
@@ -75,7 +82,7 @@ class Drafts:
             session: that the text is a sequence of; drafts that run a model call its entries.
             slot: the sequence's number.
         """
-        return [one.make(self._shared, session, slot) for one in members(kind, self._entries)]
+        return [one.make(self._shared, session, slot) for one in members(kind, self._entries, self._facts)]
 
     def tokens(
         self,

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from compressor_runtime.errors import RequestError
 from compressor_runtime.generation import checked_sampler
 from compressor_runtime.speculation.counts import Speculation
 from compressor_runtime.speculation.drafts import speculation
+from compressor_runtime.speculation.kinds.skips import CHAIN, through
 from compressor_runtime.speculation.pace import on_lines
 
 _ROWS, _TURNS = (1, 2, 4, 8, 16), 15
+_READ_BEFORE = 16  # tokens of a text that are read before its first draft
 
 
 def verification_times(bundle: Any, prompt: Sequence[int]) -> dict[int, float]:
@@ -36,6 +42,58 @@ def verification_times(bundle: Any, prompt: Sequence[int]) -> dict[int, float]:
                 session.step([[prompt[-1]]])
             times.append(time.perf_counter() - begin)
     return {rows: median(times) for rows, times in found.items()}
+
+
+def part_times(bundle: Any, prompt: Sequence[int]) -> list[float]:
+    """Return the seconds of each of a bundle's parts for one token behind a prompt, first and last included; medians.
+
+    Args:
+        bundle: a :class:`compressor_runtime.bundle.Bundle` with parts.
+    """
+    session = bundle.session(1, len(prompt) + 1)
+    session.step([list(prompt)])
+    parts, found = session.parts, list[list[float]]()
+    for _ in range(_TURNS):
+        times = [time.perf_counter()]
+        rows = session.begin([prompt[-1]], [0])
+        parts.forget()
+        times.append(time.perf_counter())
+        for index in range(parts.count):
+            parts.run(rows, index)
+            times.append(time.perf_counter())
+        parts.end(rows, [0])
+        times.append(time.perf_counter())
+        found.append([after - before for before, after in pairwise(times)])
+    return [median(times) for times in zip(*found, strict=True)]
+
+
+def agreements(bundle: Any, ids: ArrayLike, without: Sequence[Sequence[str]]) -> list[float]:
+    """Return, of each choice of parts that are left out, how often its likeliest token is the whole model's.
+
+    A choice drafts as in a generation, up to eight tokens behind what the whole model has read; these are the text's
+    own, since a drafted token counts only where those before it are right.
+
+    Args:
+        bundle: a :class:`compressor_runtime.bundle.Bundle` with parts.
+        ids: texts, whole numbers [N, S], S at least 24.
+        without: names of the parts that each choice leaves out.
+    """
+    texts = np.asarray(ids)
+    right, count = np.zeros(len(without), np.int64), 0
+    for text in texts:
+        session = bundle.session(1, len(text))
+        names = session.parts.names
+        session.step([text[:_READ_BEFORE]])
+        for begin in range(_READ_BEFORE, len(text) - CHAIN + 1, CHAIN):
+            chain = text[begin : begin + CHAIN]
+            drafted = []
+            for gone in without:
+                kept = [index for index, name in enumerate(names) if name not in gone]
+                drafted.append(through(session, chain, np.arange(CHAIN), np.zeros(CHAIN, np.int64), kept).argmax(1))
+            own = session.step([chain], keep=np.arange(CHAIN))[0].argmax(1)
+            right += (np.array(drafted) == own).sum(1)
+            count += CHAIN
+    return [int(one) / count for one in right]
 
 
 def measure_drafts(

@@ -52,6 +52,7 @@ class Parts:
         calls: the library's entries.
         put: numpy -> what entries take.
         caches: the keys of all layers as they are now, then the values.
+        skips: subsets of the parts that draft, as the manifest has them.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class Parts:
         calls: Mapping[str, Callable[..., Any]],
         put: Callable[[NDArray[Any]], Any],
         caches: Callable[[], Sequence[Any]],
+        skips: Sequence[Mapping[str, Any]] = (),
     ) -> None:
+        self.skips = skips
         self._facts, self._calls, self._put, self._caches = list(facts), calls, put, caches
         self._axes: dict[str, int] = {}
         if facts:
@@ -71,6 +74,11 @@ class Parts:
     def count(self) -> int:
         """Parts between the first and the last; each may be left out of a draft."""
         return max(0, len(self._facts) - 2)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parts between the first and the last."""
+        return [str(part["entry"]) for part in self._facts[1:-1]]
 
     def begin(self, inputs: Mapping[str, NDArray[Any]]) -> Rows:
         """Run the first part.

@@ -44,6 +44,7 @@ class Kind:
         prior: what a guess rests on -> how often it is right, before any was seen.
         needs: entries that a library must have; a bundle serves the kind if its library does.
         is_automatic: it takes part in ``auto``.
+        facts: that a manifest must state about the model, for a bundle to serve the kind.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Kind:
     prior: Callable[[Hashable], float]
     needs: tuple[str, ...] = (VERIFY,)
     is_automatic: bool = True
+    facts: tuple[str, ...] = ()
 
 
 def kind_of_chains(name: str, stepper: Callable[[Any, int], Stepper], needs: tuple[str, ...]) -> Kind:

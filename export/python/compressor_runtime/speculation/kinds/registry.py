@@ -11,8 +11,9 @@ from compressor_runtime.speculation.kinds.layers import EXIT
 from compressor_runtime.speculation.kinds.lookup import LOOKUP
 from compressor_runtime.speculation.kinds.planes import PLANES
 from compressor_runtime.speculation.kinds.recycling import RECYCLE
+from compressor_runtime.speculation.kinds.skips import SELF
 
-KINDS = {kind.name: kind for kind in (LOOKUP, RECYCLE, HEADS_KIND, EXIT, PLANES)}
+KINDS = {kind.name: kind for kind in (LOOKUP, RECYCLE, HEADS_KIND, EXIT, PLANES, SELF)}
 """Each kind by its name."""
 AUTO = "auto"
 """All kinds that a bundle serves and that take part, merged into one tree; each goes on while it pays."""
@@ -20,17 +21,22 @@ SPECULATIONS = (*KINDS, AUTO)
 """Names that may be asked for."""
 
 
-def served(entries: Collection[str]) -> tuple[str, ...]:
-    """Return the names that may be asked of a library with these entries; none where nothing verifies."""
-    found = [kind.name for kind in KINDS.values() if set(kind.needs) <= set(entries)]
+def served(entries: Collection[str], facts: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the names that may be asked for; none where nothing verifies.
+
+    Args:
+        entries: of the library.
+        facts: that the manifest states about the model.
+    """
+    found = [kind.name for kind in KINDS.values() if set(kind.needs) <= set(entries) and set(kind.facts) <= set(facts)]
     return (*found, AUTO) if found else ()
 
 
-def members(name: str, entries: Collection[str]) -> list[Kind]:
-    """Return the kinds that a name stands for, with a library of these entries."""
+def members(name: str, entries: Collection[str], facts: Collection[str] = ()) -> list[Kind]:
+    """Return the kinds that a name stands for; arguments as of :func:`served`."""
     if name != AUTO:
         return [KINDS[name]]
-    return [KINDS[one] for one in served(entries) if one != AUTO and KINDS[one].is_automatic]
+    return [KINDS[one] for one in served(entries, facts) if one != AUTO and KINDS[one].is_automatic]
 
 
 def prior(source: Hashable) -> float:
