@@ -31,6 +31,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Give each worker whole files, and all tests of a bundle's page to one, so that the bundle is made once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByBundle(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "pages" if Path(file).name.startswith("test_page") else file
+
+    return ByBundle(config, log)
+
+
 def pytest_collection_finish() -> None:
     """Spare every later collection of garbage, one a run at least, a look at PyTorch, TVM and thousands of tests."""
     gc.collect()

@@ -16,7 +16,7 @@ from compressor_runtime.speculation.cost import Forecast, forecast
 
 from compressor.search.knapsack import choose_within
 
-_SHARES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9)
+_SHARES = tuple(tenths / 10 for tenths in range(1, 10))
 """Of the parts' time, that drafts may take."""
 _LEAST_AGREEMENT = 1e-3
 """That counts as this: a logarithm is taken of it."""
@@ -55,7 +55,7 @@ def choose_skips(
     Returns:
         at least one, at most :data:`KEPT_SUBSETS`; none agrees less often than another one that is as fast.
     """
-    alone = [(index,) for index in range(len(seconds))]
+    alone: list[tuple[int, ...]] = [(index,) for index in range(len(seconds))]
     agreement = dict(zip(alone, measure(alone), strict=True))
     costs = [[0.0, -math.log(max(agreement[one], _LEAST_AGREEMENT))] for one in alone]
     found = dict.fromkeys(skips_within(costs, seconds, share * sum(seconds)) for share in _SHARES)

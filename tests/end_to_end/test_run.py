@@ -51,11 +51,10 @@ from compressor.formats.packing import dequantize
 from compressor.graph.caches import empty_past
 from compressor.graph.kinds.tables import embedding_tables
 from compressor.graph.model import ModelInfo, clone_graph
-from compressor.graph.sites import linear_sites, match_sites, packed_weight_sites
+from compressor.graph.sites import linear_sites, match_sites
 from compressor.host.resources import resource
 from compressor.numerics.nearest import rtn_quantize
 from compressor.passes.activation_sparse import ActivationSparse
-from compressor.passes.channel_prune import ChannelPrune
 from compressor.passes.distill import Distill
 from compressor.passes.draft_heads import DraftHeads
 from compressor.passes.early_exit import EarlyExit
@@ -113,6 +112,7 @@ ELSEWHERE = (
     "llm_fp4_w4a4_x86",  # passes/test_llm_fp4.py, and the same kernels' test
     "mixed_precision_4bit_x86",  # passes/test_mixed_precision.py; its formats are those of other recipes
     "skip_decode_x86",  # runtime/depth/test_falling.py, passes/test_skip_decode.py
+    "channel_prune_w4a16_x86",  # passes/test_channel_prune.py makes bundles
     "head_prune_w4a16_x86",  # passes/: each has a test of its own, and other recipes run the kernels
     "squeezellm_lut3_x86",
     "llm_int8_w8a8_x86",
@@ -134,7 +134,7 @@ FIVE_BLOCKS = {  # the other recipes for the shipped model take its first two bl
 }
 STEPS = 4
 """Steps that each training takes here."""
-REMOVE = (ChannelPrune, DraftHeads, FfnPrune, SkipLayers, SwiftKv)
+REMOVE = (DraftHeads, FfnPrune, SkipLayers, SwiftKv)
 """Passes that make linears smaller, fewer or more, and leave them dense."""
 DRAFTS = "speculate_lookup_x86"
 """The recipe whose bundle drafts unless it is told otherwise."""
@@ -150,7 +150,6 @@ VERIFIES = "gptq_w4a8_g128_x86"
 
 LOSES = {
     "ffn_prune_w4a16_x86": (0.3, 0.7),
-    "channel_prune_w4a16_x86": (0.3, 0.7),
     "skip_layers_x86": (1.0, 0.4),  # with hardly any training, see `load_for_test`
     "swift_kv_x86": (1.0, 0.4),  # with hardly any training, see `load_for_test`
     "early_exit_x86": (0.3, 0.6),
@@ -522,9 +521,6 @@ def test_weight_bytes_are_the_formats_arithmetic(name: str, run: Callable[[str],
             step.plan(graph, Context())  # which makes the linears as many and as small as they have to be
     dense = dict(graph.named_parameters())
     shapes = {site: tuple(dense.pop(f"{site}.weight").shape) for site in formats}
-    if any(isinstance(step, ChannelPrune) for step in result.recipe.passes):  # which linears lose most is measured
-        packed = {site.name: (site.out_features, site.in_features) for site in packed_weight_sites(result.graph)}
-        shapes |= {site: packed[site] for site in shapes if site in packed}
     expected = sum(formats[site].packed_bytes(*shape) for site, shape in shapes.items())
     expected += sum(tensor.numel() * tensor.element_size() for tensor in dense.values())
     stored = result.manifest["weight_bytes"]

@@ -39,15 +39,16 @@ def test_the_bundle_says_what_its_drafts_leave_out_and_gives_the_text_of_plain_s
         found = bundle.generate("Return the ", max_tokens=40, **options)
         assert "".join(found) == wanted and found.speculation.kind == "self" and found.speculation.verifications > 2
 
-
     one = skips[0]
     for wrong in ([], [{**one, "without": ["ffn_9"]}], [{**one, "cost": -1.0}], [{**one, "agreement": 1}], [{}]):
-        with pytest.raises(DamagedBundleError, match="skips|without"):
+        with pytest.raises(DamagedBundleError, match=r"skips|without"):
             checked_model({**bundle.manifest, "model": {**bundle.model, "skips": wrong}})
 
 
 def test_without_text_to_choose_on_it_is_refused(short_reference: Path, tmp_path: Path) -> None:
     for overrides in (["calibration=null"], ["calibration.sequence_length=32"]):
         recipe = load_recipe(RECIPE, [f"model={short_reference}", *overrides])
-        with pytest.raises(RecipeError, match=r"speculate_self_x86.yaml:\d+: speculate: self: drafts leave parts of the"):
+        with pytest.raises(
+            RecipeError, match=r"speculate_self_x86.yaml:\d+: speculate: self: drafts leave parts of the"
+        ):
             run_recipe(recipe, tmp_path / "bundle")
