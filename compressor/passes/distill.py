@@ -29,9 +29,14 @@ class Distill(TeacherOptions, WeightOptions, AdapterOptions, TaughtPass, Pass):
     Linears that are dense yet are trained in float32 by AdamW, and stored in the type that they had.  What is zero in
     them stays zero, so that pruning passes go in front, with ``pack: false``, and passes that pack behind.  A share of
     the samples is held out; the weights with the smallest loss there are kept, the first ones included.
+    Hidden states are compared by the names of the linears in front of them.  Behind ``skip_layers``, then, each block
+    that is left learns what it put out in the dense model: the one in front of a gap that state, and not the one behind
+    the gap.  So blocks in front of the first gap are right as they begin; the one behind a gap reads what the blocks
+    that are gone read, and can learn what they added; and the rule holds for halves of blocks and at both ends too.
 
     Attributes:
-        by_block: train one block after the other, each for all ``steps``; what several blocks read is left as it is.
+        by_block: train one block after the other, each for all ``steps``, towards the state behind the dense block of
+            the same name; what several blocks read is left as it is.
     """
 
     learning_rate: float = 3e-4

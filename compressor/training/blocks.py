@@ -1,7 +1,7 @@
 """Train one stretch of a graph after the other, so that the memory is that of one: a model of any size can be trained.
 
 A stretch is a segment: between two of them only the residual stream is live.  It reads what the trained ones in front
-of it put out, and learns to put out what the dense model has at that place.
+of it put out, and learns to put out what the dense model's segment with the same linears does.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from compressor.calibration.segment_runner import SegmentRunner
-from compressor.errors import CompressorError, UsageError
+from compressor.errors import CompressorError
 from compressor.graph.segments import Segment, segments
 from compressor.pipeline.context import Context
 from compressor.training.device import Device
 from compressor.training.loop import Objective
 from compressor.training.objectives.losses import hidden_error
-from compressor.training.teacher import output_error
+from compressor.training.teacher import output_error, partners
 from compressor.training.trainable import Outputs, Reader, TrainableGraph
 
 
@@ -49,22 +49,20 @@ class TrainableBlock(TrainableGraph):
 class BlockWalk:
     """Two graphs, the one to train and the dense one, on their way from segment to segment.
 
+    Where layers are gone, the dense graph passes them alone, from the state in front of them to that behind.
     Hidden states between two segments lie in memory, or on disk; a device holds one segment of each graph at a time.
 
     Raises:
         CompressorError: the pass does not run in a pipeline, which keeps the dense graph.
-        UsageError: the graphs have their residual streams in different places.
+        UsageError: a segment has no counterpart in the dense graph (:func:`compressor.training.teacher.partners`).
     """
 
     def __init__(self, pass_name: str, graph: GraphModule, ctx: Context, ids: Tensor, device: Device) -> None:
         if ctx.dense is None:
             raise CompressorError(f"{pass_name}: runs in a pipeline, which keeps the dense graph for it")
         self._segments, self._cut = segments(graph), segments(ctx.dense)
-        if len(self._cut) != len(self._segments):
-            raise UsageError(
-                f"{pass_name}: the residual stream of the compressed graph is live in other places than the dense "
-                "one's; leave `by_block` out, which trains the model as a whole"
-            )
+        instead = "leave `by_block` out, which trains the model as a whole"
+        self._partners, self._passed = partners(pass_name, self._segments, self._cut, instead), 0
         rows = torch.split(ids, 1)
         self._graph, self._device = graph, device
         self._stream, self._dense = SegmentRunner(graph, rows, ctx.spill), SegmentRunner(ctx.dense, rows, ctx.spill)
@@ -72,7 +70,8 @@ class BlockWalk:
 
     def block(self, number: int, names: Sequence[str], temperature: float) -> tuple[TrainableBlock, Objective]:
         """Return a segment to train, and the distance of what it puts out to what the dense model has there."""
-        segment, dense, teacher = self._segments[number], self._cut[number], self._dense
+        self._bring_dense_to(self._partners[number])
+        segment, dense, teacher = self._segments[number], self._cut[self._partners[number]], self._dense
         wanted, info = last_node(teacher.graph, dense), teacher.info
 
         def objective(batch: Tensor, outputs: Outputs, step: int) -> Tensor:
@@ -90,8 +89,14 @@ class BlockWalk:
         if segment.exit is not None:
             self._stream.interpreter = Reader(self._graph, {}, (), self._device)
             self._stream.advance(segment)
-            self._dense.advance(self._cut[number])
             self._device.release()
+
+    def _bring_dense_to(self, number: int) -> None:
+        """Run all samples through the dense graph as far as the beginning of one of its segments."""
+        for segment in self._cut[self._passed : number]:
+            self._dense.advance(segment)
+            self._device.release()
+        self._passed = number
 
 
 def last_node(graph: GraphModule, segment: Segment) -> Node:

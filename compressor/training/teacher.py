@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ from compressor.calibration.calibrate import CalibrationRun
 from compressor.calibration.statistics import MeanSquares
 from compressor.errors import CompressorError, UsageError
 from compressor.graph.model import ModelInfo
-from compressor.graph.segments import segments
+from compressor.graph.segments import Segment, segments
 from compressor.graph.sites import Site
 from compressor.pipeline.context import Context
 from compressor.training.device import Device
@@ -44,18 +45,18 @@ def with_teacher(
         device: where both run; None is the CPU.
     Raises:
         CompressorError: there is no dense graph.
-        UsageError: hidden states are wanted, and the graphs have them in different places.
+        UsageError: hidden states are wanted, and some have no counterpart (:func:`partners`).
     """
     if ctx.dense is None:
         raise CompressorError(f"{pass_name}: runs in a pipeline, which keeps the dense graph for it")
-    student_points = _points(graph) if hidden else []
-    teacher_points = _points(ctx.dense) if hidden else []
-    if [_shape(node) for node in student_points] != [_shape(node) for node in teacher_points]:
-        raise UsageError(
-            f"{pass_name}: the residual stream of the compressed graph is live in other places, or has another width, "
-            "than the dense one's; set `hidden: 0`, which compares the predictions alone"
-        )
-    student = TrainableGraph(graph, names, student_points, device)
+    points, teacher_points = [], []
+    if hidden:
+        own, theirs = segments(graph), segments(ctx.dense)
+        instead = "set `hidden: 0`, which compares the predictions alone"
+        for segment, number in zip(own[:-1], partners(pass_name, own, theirs, instead), strict=False):
+            points.append(_exit(segment))
+            teacher_points.append(_exit(theirs[number]))
+    student = TrainableGraph(graph, names, points, device)
     return student, towards(student.info, TrainableGraph(ctx.dense, (), teacher_points, device), temperature, hidden)
 
 
@@ -88,13 +89,65 @@ def output_error(info: ModelInfo, student: Tensor, teacher: Tensor, temperature:
     return hidden_error([student], [teacher])
 
 
-def _points(graph: GraphModule) -> list[Node]:
-    return [segment.exit for segment in segments(graph) if segment.exit is not None]
+def partners(pass_name: str, own: Sequence[Segment], theirs: Sequence[Segment], instead: str) -> list[int]:
+    """Return, for each segment of a compressed graph, the number of the dense one's segment that holds its linears.
+
+    Linears keep their names where others are removed, so that those tell which segment is left where the dense graph
+    has more.  A segment some of whose linears are gone has the same counterpart as a whole one.  The last segments,
+    which end in the output, belong together whatever they hold.
+
+    Args:
+        own: of the graph that is trained, in order.
+        theirs: of the dense graph, in order.
+        instead: advice, for messages.
+    Raises:
+        UsageError: a segment's linears are all new, are in several segments or in one that another segment has, come
+            in another order, or are calls of one module some of whose calls are gone; or streams differ in width.
+    """
+    called = [Counter(name.partition("@")[0] for cut in cuts for name in _names(cut)) for cuts in (own, theirs)]
+    for name, count in called[0].items():
+        if called[1][name] not in (0, count):
+            raise UsageError(
+                f"{pass_name}: {name} is called {called[1][name]} times in the dense model and {count} in the "
+                f"compressed one, and no name tells which calls are left; {instead}"
+            )
+    places = {name: number for number, cut in enumerate(theirs) for name in _names(cut)}
+    found: list[int] = []
+    for segment in own[:-1]:
+        first, *_ = names = _names(segment)
+        numbers = {places[name] for name in names if name in places}
+        if not numbers:
+            raise UsageError(
+                f"{pass_name}: {first} is not in the dense model, so that no state of it is what the block with "
+                f"{first} has to put out; {instead}"
+            )
+        number = min(numbers)
+        if len(numbers) > 1 or number == len(theirs) - 1 or (found and number <= found[-1]):
+            raise UsageError(
+                f"{pass_name}: around {first}, the residual stream of the compressed graph is live in other places "
+                f"than the dense one's; {instead}"
+            )
+        if (width := _width(segment)) != (dense := _width(theirs[number])):
+            raise UsageError(
+                f"{pass_name}: behind {first}, the residual stream of the compressed graph is {width} wide, and the "
+                f"dense one's {dense}; {instead}"
+            )
+        found.append(number)
+    return [*found, len(theirs) - 1]
 
 
-def _shape(node: Node) -> int:
-    """Return the width; the other sizes are symbols of each graph's own."""
-    return int(node.meta["val"].shape[-1])
+def _names(segment: Segment) -> list[str]:
+    return [site.name for site in (*segment.sites, *segment.packed)]
+
+
+def _exit(segment: Segment) -> Node:
+    assert segment.exit is not None  # it is not the last
+    return segment.exit
+
+
+def _width(segment: Segment) -> int:
+    """Return the width of the stream behind a segment; the other sizes are symbols of each graph's own."""
+    return int(_exit(segment).meta["val"].shape[-1])
 
 
 class TaughtPass(TrainingPass):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from families import DECODERS, ENCODERS, make
 from packed_models import random_samples
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
@@ -19,6 +23,7 @@ from compressor.passes.distill import Distill
 from compressor.passes.ffn_prune import FfnPrune
 from compressor.passes.magnitude import Magnitude
 from compressor.passes.rtn import Rtn
+from compressor.passes.skip_layers import SkipLayers
 from compressor.passes.sparsegpt import Sparsegpt
 from compressor.pipeline.context import Context
 from compressor.pipeline.observers import VerifyStages
@@ -85,6 +90,51 @@ def test_hidden_states_are_compared_where_channels_are_gone(llama: GraphModule) 
     student, objective = with_teacher("distill", pruned, Context(dense=llama), [], 1.0, 1.0)
     with torch.no_grad():
         assert 0 < float(objective(SAMPLES.ids[:2], student(SAMPLES.ids[:2]), 0)) < 1
+
+
+class NoAttention(nn.Module):
+    """Adds nothing to the residual stream."""
+
+    def forward(self, hidden_states: Tensor, **_: object) -> tuple[Tensor, None]:
+        return torch.zeros_like(hidden_states), None
+
+
+@torch.no_grad()
+def states(model: Any, blocks: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a Llama's logits and its residual stream behind each attention and each feed-forward network.
+
+    Args:
+        blocks: numbers of its blocks in the dense model.
+    """
+    found: dict[str, Tensor] = {}
+    for i, layer in zip(blocks, model.model.layers, strict=True):
+        layer.post_attention_layernorm.register_forward_pre_hook(
+            lambda _, inputs, i=i: found.update({f"{i}.attention": inputs[0]})
+        )
+        layer.register_forward_hook(lambda _, __, output, i=i: found.update({f"{i}.ffn": output}))
+    return model(SAMPLES.ids[:2], use_cache=False).logits, found
+
+
+def test_states_are_compared_by_name_where_layers_are_gone() -> None:
+    """Against the modules of transformers, without block 1 and the attention of block 2; all states are as wide."""
+    kind, sizes = DECODERS["Llama"]
+    dense: Any = make(kind, {**sizes, "num_hidden_layers": 4}, True)
+    captured = capture(dense)
+    fewer = copy.deepcopy(dense)
+    fewer.model.layers[2].self_attn = NoAttention()
+    del fewer.model.layers[1]
+    steps = (SkipLayers(layers=1), SkipLayers(layers=1, part="attention"))  # numbers of the blocks that are left
+    graph, _ = run(captured, *steps)
+    student, objective = with_teacher("distill", graph, Context(dense=captured), [], 1.0, 0.5)
+    (own_logits, own), (logits, theirs) = states(fewer, [0, 2, 3]), states(dense, [0, 1, 2, 3])
+    places = ["0.attention", "0.ffn", "2.ffn", "3.attention", "3.ffn"]
+    expected = (logits.softmax(-1) * (logits.log_softmax(-1) - own_logits.log_softmax(-1))).sum(-1).mean()
+    for place in places:
+        expected += 0.5 * ((own[place] - theirs[place]).norm(dim=-1) / theirs[place].norm(dim=-1)).square().mean() / 5
+    torch.testing.assert_close(objective(SAMPLES.ids[:2], student(SAMPLES.ids[:2]), 0), expected, rtol=1e-4, atol=0)
+    _, ctx = run(captured, *steps, Distill(**{**vars(QUICK), "hidden": 1.0}))
+    begun, best = losses(ctx)
+    assert best < 0.95 * begun
 
 
 def test_the_dense_model_has_nothing_to_learn(llama: GraphModule) -> None:
