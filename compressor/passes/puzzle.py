@@ -113,26 +113,30 @@ class Puzzle(Pass):
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:
         """Refuse other models than decoders, an empty space, and limits that no architecture of it meets."""
+        self._checked(graph)
+
+    def _checked(self, graph: GraphModule) -> tuple[Parts, Space, dict[str, Limit]]:
+        """Return as :meth:`_space`, once nothing is to be refused."""
         info: ModelInfo = graph.meta["model"]
         if info.kind != "decoder":
             raise UsageError(f"{_NAME}: {info.name} is not a decoder of text alone, whose predictions scores compare")
         if any(node.target in KEPT for node in graph.graph.nodes):
             raise UsageError(f"{_NAME}: later layers run kept tokens alone; put it in front of swift_kv")
         require_solver()
-        limits = self._space(graph)[2]
+        found = self._space(graph)
         with naming(_NAME):
-            check_reachable(limits)
+            check_reachable(found[2])
+        return found
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Search, and build the architecture; notes state it block by block, and what was foreseen of it."""
         ids = ctx.calibration(_NAME).ids
-        self.requires(graph, ctx)
+        parts, space, limits = self._checked(graph)
         assert isinstance(ids, Tensor)  # of a decoder of text
         held, fitted = split(ids, self.held_out, ctx.seed)
         if len(held) < 2:
             what = f"held_out {self.held_out:g} of {len(ids)} samples is one, and an error takes two"
             raise UsageError(f"{_NAME}: {what}: give more calibration samples, or raise it")
-        parts, space, limits = self._space(graph)
         order = sort_parts(graph, ctx, parts, space, fitted, self.importance)
         fmt = None if self.scheme is None else choose_format(self.scheme)
         given = Search(_NAME, parts, space, order, Scores(graph, parts.layers, order, held), limits, self.latency, fmt)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 _LEAST_TOKENS = 64
-"""Of a calibration sample, where agreement of drafts is measured: a draft stands behind 16 of them."""
+"""Least length of a calibration sample on which drafts' agreement is measured: a draft stands behind 16 tokens."""
 _KINDS = {"decoder": "a decoder", "encoder": "an encoder", "seq2seq": "an encoder-decoder", "module": "a plain module"}
 
 

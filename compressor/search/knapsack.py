@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from compressor.errors import ToolchainError, UsageError
 
 _LARGEST_COST, _LARGEST_SIZE = 1e4, 1e6  # the solver's tolerances are absolute, a millionth
+_INFEASIBLE = 2  # of milp's states
 
 
 def choose_within(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]], budget: float) -> list[int]:
@@ -25,13 +26,32 @@ def choose_within(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[flo
         ToolchainError: the extra ``search`` is not installed, or the solver failed.
     """
     require_solver()
+    least = sum(min(alternatives) for alternatives in sizes)
+    if least > budget:
+        raise UsageError(f"the budget, {amount(budget)}, is less than the smallest choice takes, {amount(least)}")
+    scale = _LARGEST_SIZE / budget if budget > 0 else 1.0
+    weights = [size * scale for alternatives in sizes for size in alternatives]
+    picked = solve(costs, [(weights, budget * scale)])
+    if picked is None:
+        raise ToolchainError(f"the mixed-integer programme was not solved: no choice found within {amount(budget)}")
+    return picked
+
+
+def solve(costs: Sequence[Sequence[float]], bounds: Sequence[tuple[Sequence[float], float]]) -> list[int] | None:
+    """Return the place of each item's alternative with the least sum of costs, or None if none is within all bounds.
+
+    Args:
+        costs: of each item's alternatives, not negative.
+        bounds: a coefficient of every alternative, item after item, and the most that those chosen may sum to.  The
+            solver's tolerances are absolute, so scale them.
+    Raises:
+        ToolchainError: the extra ``search`` is not installed, or the solver failed.
+    """
+    require_solver()
     import numpy as np
     from scipy import sparse
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    least = sum(min(alternatives) for alternatives in sizes)
-    if least > budget:
-        raise UsageError(f"the budget, {amount(budget)}, is less than the smallest choice takes, {amount(least)}")
     flat = np.array([cost for alternatives in costs for cost in alternatives], np.float64)
     if flat.max() > 0:
         flat = flat / flat.max() * _LARGEST_COST  # in this order, for the quotient of the two may be infinite
@@ -40,16 +60,17 @@ def choose_within(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[flo
         (np.ones(len(flat)), (np.repeat(np.arange(len(counts)), counts), np.arange(len(flat)))),
         shape=(len(counts), len(flat)),
     )
-    weights = np.array([[size for alternatives in sizes for size in alternatives]], np.float64)
-    scale = _LARGEST_SIZE / budget if budget > 0 else 1.0
+    limits = [LinearConstraint(np.array([row], np.float64), -np.inf, most) for row, most in bounds]
     found = milp(
         flat,
         integrality=np.ones(len(flat)),
         bounds=Bounds(0, 1),
-        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(weights * scale, -np.inf, budget * scale)],
+        constraints=[LinearConstraint(one_each, 1, 1), *limits],
         options={"mip_rel_gap": 0.0},
     )
     if found.x is None:
+        if found.status == _INFEASIBLE:
+            return None
         raise ToolchainError(f"the mixed-integer programme was not solved: {found.message}")
     ends = np.cumsum([0, *counts])
     return [int(found.x[first:last].argmax()) for first, last in itertools.pairwise(ends)]

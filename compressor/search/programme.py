@@ -8,16 +8,13 @@ Solved by HiGHS through :func:`scipy.optimize.milp`.  Puzzle (arXiv 2411.19146, 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from compressor.errors import ToolchainError, UsageError
-from compressor.search.knapsack import amount, require_solver
+from compressor.errors import UsageError
+from compressor.search.knapsack import amount, solve
 
 _LARGEST = 1e4  # the solver's tolerances are absolute, a millionth
-_INFEASIBLE = 2  # of milp's states
 _ROUNDING = 1e-9  # of a limit, for sums in another order
 
 Rows = Sequence[Sequence[float]]
@@ -49,9 +46,14 @@ class Limit:
         """Return what the smallest choice takes."""
         return self.rest + sum(map(min, self.sizes))
 
+    @property
+    def rounding(self) -> float:
+        """Return by how much sums in another order may differ."""
+        return _ROUNDING * max(abs(self.most), abs(self.rest))
+
     def allows(self, picked: Sequence[int]) -> bool:
         """Tell whether a choice is within the limit."""
-        return self.sum(picked) <= self.most + _ROUNDING * max(abs(self.most), abs(self.rest))
+        return self.sum(picked) <= self.most + self.rounding
 
 
 def choose(costs: Rows, limits: Mapping[str, Limit], excluded: Sequence[Sequence[int]] = ()) -> list[int] | None:
@@ -82,7 +84,7 @@ def check_reachable(limits: Mapping[str, Limit]) -> None:
         UsageError: names the limit and the least that can be reached.
     """
     for name, limit in limits.items():
-        if limit.least > limit.most + _ROUNDING * max(abs(limit.most), abs(limit.rest)):
+        if limit.least > limit.most + limit.rounding:
             raise UsageError(
                 f"{name} of at most {amount(limit.most)}{limit.unit} cannot be met: the smallest architecture of this "
                 f"space has {amount(limit.least)}{limit.unit}; raise it, or add smaller alternatives"
@@ -102,36 +104,13 @@ def _together(limits: Mapping[str, Limit]) -> list[str]:
 
 
 def _solve(costs: Rows, limits: Mapping[str, Limit], excluded: Sequence[Sequence[int]]) -> list[int] | None:
-    require_solver()
-    import numpy as np
-    from scipy import sparse
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
-    counts = [len(row) for row in costs]
-    ends = np.cumsum([0, *counts])
-    flat = np.array([cost for row in costs for cost in row], np.float64)
-    if flat.max() > 0:
-        flat = flat / flat.max() * _LARGEST
-    one_each = sparse.csr_array((np.ones(len(flat)), (np.repeat(np.arange(len(counts)), counts), np.arange(len(flat)))))
-    constraints: list[Any] = [LinearConstraint(one_each, 1, 1)]
+    bounds: list[tuple[Sequence[float], float]] = []
     for limit in limits.values():
-        above = np.array([size - min(row) for row in limit.sizes for size in row], np.float64)
-        scale = _LARGEST / max(float(above.max()), 1e-300)
-        room = limit.most - limit.least + _ROUNDING * max(abs(limit.most), abs(limit.rest))
-        constraints.append(LinearConstraint((above * scale)[None], -np.inf, max(0.0, room) * scale))
+        above = [size - min(row) for row in limit.sizes for size in row]
+        scale = _LARGEST / max(*above, 1e-300)
+        room = max(0.0, limit.most - limit.least + limit.rounding)
+        bounds.append(([size * scale for size in above], room * scale))
     for picked in excluded:
-        row = np.zeros(len(flat))
-        row[ends[:-1] + np.array(picked)] = 1
-        constraints.append(LinearConstraint(row[None], -np.inf, len(counts) - min(2, len(counts))))
-    found = milp(
-        flat,
-        integrality=np.ones(len(flat)),
-        bounds=Bounds(0, 1),
-        constraints=constraints,
-        options={"mip_rel_gap": 0.0},
-    )
-    if found.x is None:
-        if found.status == _INFEASIBLE:
-            return None
-        raise ToolchainError(f"the mixed-integer programme was not solved: {found.message}")
-    return [int(found.x[first:last].argmax()) for first, last in itertools.pairwise(ends)]
+        same = [float(place == chosen) for row, chosen in zip(costs, picked, strict=True) for place in range(len(row))]
+        bounds.append((same, len(costs) - min(2, len(costs))))
+    return solve(costs, bounds)

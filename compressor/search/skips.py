@@ -17,9 +17,9 @@ from compressor_runtime.speculation.cost import Forecast, forecast
 from compressor.search.knapsack import choose_within
 
 _SHARES = tuple(tenths / 10 for tenths in range(1, 10))
-"""Of the parts' time, that drafts may take."""
+"""Shares of the parts' time that drafts may take."""
 _LEAST_AGREEMENT = 1e-3
-"""That counts as this: a logarithm is taken of it."""
+"""Smaller agreements count as this one, since logarithms are taken."""
 KEPT_SUBSETS = 4
 """Subsets that a bundle lists at most."""
 

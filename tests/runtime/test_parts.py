@@ -40,7 +40,7 @@ from compressor.graph.model import clone_graph
 VOCAB, LIMIT = 97, 128
 ENTRIES = ("verify", "begin", "rest", "end", "main")
 SKIPS = (["ffn_0"], ["attention_1", "ffn_0"])
-"""What drafts of the model itself leave out."""
+"""Parts that drafts of the model itself leave out."""
 
 
 @cache

@@ -37,7 +37,7 @@ from compressor.pipeline.structured.layers import find_layers, remove_layers
 from compressor.search.space import Alternative, Sorted, Space, SubLayer, shorten, sort_channels, sorted_axis
 
 Picks: TypeAlias = "Sequence[Alternative]"
-"""What stands in the place of each sub-layer."""
+"""The alternative that is taken for each sub-layer."""
 _CACHED = (torch.ops.compressor.cached_attention.default, torch.ops.compressor.packed_attention.default)
 
 
@@ -264,13 +264,8 @@ def alike(graph: GraphModule, layers: Sequence[SubLayer], space: Space) -> list[
     """Group the sub-layers that have the same shapes and alternatives, and so the same costs: their places."""
     groups: dict[object, list[int]] = {}
     for i, (layer, row) in enumerate(zip(layers, space, strict=True)):
-        shapes = tuple(tuple(graph.get_parameter(name).shape) for name in _own(graph, layer))
+        shapes = tuple(sorted(tuple(graph.get_parameter(name).shape) for name in _own(graph, layer)))
         operators = tuple(str(node.target) for node in layer.branch.nodes)
         kinds = tuple(one.label for one in row if one.stays)
-        groups.setdefault((layer.branch.part, sorted_shapes(shapes), operators, kinds), []).append(i)
+        groups.setdefault((layer.branch.part, shapes, operators, kinds), []).append(i)
     return list(groups.values())
-
-
-def sorted_shapes(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Return shapes in an order that does not depend on parameters' names."""
-    return tuple(sorted(shapes))

@@ -1,4 +1,4 @@
-"""Which keys a query sees, and what becomes of their scores: the rules of attention over caches, as text of kernels."""
+"""Write the rules of attention over caches as text of kernels: visible keys, and terms added to their scores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from compressor.codegen.web.kernel import IS_NAN, Buffer
 
 @dataclass(frozen=True)
 class Sight:
-    """Which keys of a cache a query sees, and what is added to their scores, as text; arguments are those of
+    """Hold the keys of a cache that a query sees, and the terms added to their scores; arguments are those of
     :func:`compressor.codegen.web.kernels.attention.cached_attention`.
     """
 

@@ -27,7 +27,7 @@ from compressor_runtime.speculation.parts import BEGIN, END
 from compressor_runtime.speculation.tree import Room, Tree
 
 SKIPPING = "self"
-"""Of the kind."""
+"""Name of the kind."""
 SKIPS = "skips"
 """The manifest's fact about the model that lists subsets."""
 CHAIN = 8
