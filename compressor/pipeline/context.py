@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from compressor.errors import UsageError
+from compressor.executor.jobs import Executor, InProcess
 from compressor.progress import Reporter, Silent
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class Context:
         prices: cost of work on this machine, in seconds by unit (:data:`compressor.plan.prices.UNITS`); None if it was
             not measured.
         step_seconds: times steps of decoders (:class:`compressor.run.steps.Steps`); None where no run provides it.
+        executor: runs independent jobs of a pass, such as the scores of candidates.
         dense: the graph before the first linear was packed, for passes with ``needs_dense``; else None.
         blocks, reused: number of segments that the passes worked on so far, and of those that came from ``results``.
     """
@@ -101,6 +103,7 @@ class Context:
     notes: list[str] = field(default_factory=list)
     prices: Mapping[str, float] | None = None
     step_seconds: StepSeconds | None = None
+    executor: Executor = field(default_factory=InProcess)
     dense: GraphModule | None = None
     blocks: int = 0
     reused: int = 0

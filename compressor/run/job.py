@@ -23,6 +23,7 @@ from compressor.evaluate.comparison import Speed, comparisons, measure_speed
 from compressor.evaluate.gates import check_gates
 from compressor.evaluate.models import SIZES, bundle_quality
 from compressor.evaluate.quality import EvalResult, GraphLogits
+from compressor.executor.jobs import Executor, InProcess
 from compressor.export.facts import run_facts
 from compressor.export.manifest import finite, write_measurements
 from compressor.export.publish import (
@@ -117,6 +118,7 @@ def run_recipe(
     dump: Path | None = None,
     threads: int | None = None,
     locked: Mapping[str, Any] | None = None,
+    executor: Executor | None = None,
 ) -> Outcome:
     """Run a recipe; the bundle appears whole, or not at all.
 
@@ -129,6 +131,7 @@ def run_recipe(
             normalisation and fusion did.
         threads: for tuning and for timing; None takes the physical cores.
         locked: what :func:`compressor.run.lock.read_lock` gave: the run repeats that one, or refuses.
+        executor: runs independent jobs of passes; None runs them in this process.
     Raises:
         DriftError: the run would not repeat the locked one; everything that changed is named.
         GateError: a gate failed; each is named with what was expected and measured.
@@ -146,7 +149,8 @@ def run_recipe(
         check_apart(destination, Path(recipe.checkpoint))
     if dump is not None:
         _make_dump_folder(dump)
-    given = prepare(recipe, model, example, dynamic_shapes, destination, threads, locked, clock)
+    jobs = executor or InProcess()
+    given = prepare(recipe, model, example, dynamic_shapes, destination, threads, locked, clock, jobs)
     with ExitStack() as stack:
         saved = (
             None if recipe.checkpoint is None else stack.enter_context(publishing_checkpoint(Path(recipe.checkpoint)))

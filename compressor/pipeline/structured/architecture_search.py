@@ -88,17 +88,16 @@ def search(graph: GraphModule, ctx: Context, given: Search, pool: int) -> list[A
 def _singles(graph: GraphModule, ctx: Context, given: Search) -> list[list[Score]]:
     """Return the score of each alternative alone."""
     with ctx.reporter.task("score candidates", sum(map(len, given.space))) as task:
+        several = []
+        for i, row in enumerate(given.space):
+            for place in range(len(row)):
+                choice = given.whole
+                choice[i] = place
+                several.append(given.picks(choice))
 
         def make() -> dict[str, torch.Tensor]:
-            rows = []
-            for i, row in enumerate(given.space):
-                for place in range(len(row)):
-                    choice = given.whole
-                    choice[i] = place
-                    score = given.scores.of(given.picks(choice))
-                    rows.append([score.mean, score.error])
-                    task.advance()
-            return {"scores": torch.tensor(rows, dtype=torch.float64)}
+            scores = given.scores.all(several, ctx.executor, task, ctx.reporter)
+            return {"scores": torch.tensor([[one.mean, one.error] for one in scores], dtype=torch.float64)}
 
         flat = cached_tensors(graph, ctx, given.pass_name, _decides(ctx, given, "singles"), make)["scores"].tolist()
     rest = iter(flat)
@@ -108,11 +107,8 @@ def _singles(graph: GraphModule, ctx: Context, given: Search) -> list[list[Score
 def _wholes(graph: GraphModule, ctx: Context, given: Search, pool: Sequence[Choice]) -> dict[Choice, Score]:
     """Return the score of each architecture of the pool."""
     with ctx.reporter.task("score the pool", len(pool)) as task:
-        found = {}
-        for one in pool:
-            found[one] = given.scores.of(given.picks(one))
-            task.advance()
-    return found
+        found = given.scores.all([given.picks(one) for one in pool], ctx.executor, task, ctx.reporter)
+    return dict(zip(pool, found, strict=True))
 
 
 def _decides(ctx: Context, given: Search, what: str) -> list[object]:
