@@ -87,7 +87,7 @@ def test_a_job_that_ends_every_worker_ends_the_run() -> None:
 
 
 def test_errors_of_jobs_come_home(pool: LocalPool) -> None:
-    with pytest.raises(UsageError, match="^job one: is refused$"):
+    with pytest.raises(UsageError, match="job one: is refused"):
         run(pool, "refuses", [{"number": n} for n in range(3)])
     assert run(pool, "refuses", [{"number": 0}])[0] == [0]  # it goes on with new processes
     with pytest.raises(CompressorError, match=r"jobs_of_tests:breaks on .*: ValueError: broken"):
@@ -167,7 +167,7 @@ def test_a_cluster_gives_the_bits_of_this_process(cluster: str, tmp_path: Path) 
         assert found == expected and seen.done == 5 and len(seen.told) == 5
         found, _ = run(executor, "dies_once", [{"mark": str(tmp_path / "mark"), "number": n} for n in range(4)])
         assert found == list(range(4)) and (tmp_path / "mark").is_file()
-        with pytest.raises(UsageError, match="^job one: is refused$"):
+        with pytest.raises(UsageError, match="job one: is refused"):
             run(executor, "refuses", [{"number": n} for n in range(3)])
 
 
