@@ -13,7 +13,6 @@ from torch.fx import GraphModule
 from compressor.capture.capture import capture
 from compressor.codegen.backend import Backend, make_backend
 from compressor.data.load import load_data
-from compressor.executor.jobs import Executor
 from compressor.graph.model import ModelInfo, clone_graph
 from compressor.host.cache import cache_folder
 from compressor.host.digests import code_digest, digest, model_fingerprint, tensors_sha256
@@ -93,7 +92,6 @@ def prepare(
     threads: int | None,
     locked: Mapping[str, Any] | None,
     clock: Clock,
-    executor: Executor,
 ) -> Prepared:
     """Capture the model, ask passes and target what they need, read the data, and plan.
 
@@ -142,7 +140,6 @@ def prepare(
         spill=Spill(cache_folder() / "spilled") if plan.spill else None,
         prices=here.seconds,
         step_seconds=Steps(recipe, threads, clock.reporter),
-        executor=executor,
     )
     return Prepared(recipe, backend, context, plan, checkpoint, data, info, lock, clock, threads, graph, dense)
 

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
 from compressor.errors import UsageError
+from compressor.executor.pool import LocalPool
 from compressor.formats.format import Format
 from compressor.graph.caches import empty_past
 from compressor.graph.model import clone_graph, weight_bytes
@@ -108,6 +109,15 @@ def test_scores_are_the_divergence_of_whole_runs() -> None:
         picks = [*whole[:place], space[place][alternative], *whole[place + 1 :]]
         expected = divergence(dense, logits(masked(graph, parts.layers, picks, order), SAMPLES.ids))
         assert scores.of(picks).mean == pytest.approx(expected, rel=1e-4, abs=1e-7) and scores.of(picks).error > 0
+
+
+def test_scores_are_the_same_bits_in_other_processes() -> None:
+    graph = captured()
+    parts, space, order = sorted_space(graph)
+    scores = Scores(graph, parts.layers, order, SAMPLES.ids)
+    several = [one_of_each(space), [row[0] for row in space], [*(row[0] for row in space[:5]), space[5][2]]]
+    with LocalPool(2) as pool:
+        assert scores.all(several, pool, Silent(), Silent()) == [scores.of(picks) for picks in several]
 
 
 @pytest.mark.parametrize("scheme", [None, "W8A16"])
