@@ -290,6 +290,7 @@ def _judge(given: Prepared, destination: Path, partial: Path, measured: _Measure
         _predictions(given.plan, measured.metrics, given.clock, context),
         [*_reuse(context), *summary(backend.tried), *context.notes],
         backend.tried,
+        [dataclasses.asdict(front) for front in context.fronts],
     )
 
 

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from compressor.calibration.programs import Program, run_program, write_program
 from compressor.calibration.segment_runner import SegmentRunner, ancestors, split_samples
 from compressor.calibration.steps import MICRO_BATCH_TOKENS
+from compressor.errors import UsageError
 from compressor.executor.jobs import Executor, InProcess
 from compressor.graph.rewrite import held_tensor
 from compressor.graph.segments import cut_at
@@ -54,6 +55,9 @@ class Scores:
     def __init__(
         self, graph: GraphModule, layers: Sequence[SubLayer], order: Sequence[Sorted | None], ids: Tensor
     ) -> None:
+        if len(ids) < 2:
+            what = f"{len(ids)} sample is held out, and a standard error takes two"
+            raise UsageError(f"{what}: give more calibration samples, or raise held_out")
         self._graph, self._layers, self._order = graph, layers, order
         self.samples = len(ids)
         self._batches = split_samples(graph, ids, MICRO_BATCH_TOKENS)
