@@ -64,18 +64,14 @@ def write_llama(
 ) -> Callable[..., Path]:
     """``write_llama(pass, ...)`` is the bundle of a Llama of one layer, whose linears all share one kernel."""
     from compressor.capture.capture import capture
-    from compressor.graph.kinds.draft_heads import add_heads
     from compressor.graph.model import weight_bytes
     from compressor.pipeline.context import Context
-    from compressor.training.objectives.heads import begin_heads
 
-    def write(*passes: Any, speculates: bool = False, heads: int = 0) -> Path:
+    def write(*passes: Any, speculates: bool = False) -> Path:
         sizes = {"vocab_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
         graph = capture(random_llama(**sizes, max_position_embeddings=POSITIONS, initializer_range=0.3))
         # It goes on to the last position.
         graph.meta["model"] = dataclasses.replace(graph.meta["model"], eos_ids=(), speculates=speculates)
-        if heads:  # untrained
-            begin_heads(graph, add_heads(graph, heads, 32), torch.arange(64).reshape(4, 16), 0)
         context, dense_weight_bytes = Context(), weight_bytes(graph)
         for step in passes:
             graph = step.run(graph, context)
@@ -100,12 +96,24 @@ def packed_bundle(write_llama: Callable[..., Path]) -> Path:
     return write_llama(Rtn("W4A8_G32"), KvCache("INT8"), speculates=True)
 
 
+class AddHeads:
+    """Add heads that draft, which guess nothing: their weights are zero."""
+
+    def run(self, graph: Any, ctx: Any) -> Any:
+        from compressor.graph.kinds.draft_heads import add_heads
+        from compressor.graph.rewrite import set_parameter
+
+        for name in add_heads(graph, 1, 32):
+            set_parameter(graph, name, torch.zeros_like(graph.get_parameter(name), device="cpu"))
+        return graph
+
+
 @pytest.fixture(scope="module")
 def planes_bundle(write_llama: Callable[..., Path]) -> Path:
     """Codes of some linears lie in two planes, and its `verify` gives hidden states as well."""
     from compressor.passes.rtn import Rtn
 
-    folder = write_llama(Rtn("W8A8_G32_P4", targets="re:.*mlp.*"), speculates=True, heads=1)
+    folder = write_llama(AddHeads(), Rtn("W8A8_G32_P4", targets="re:.*mlp.*"), speculates=True)
     edit_manifest(folder, lambda manifest: manifest["model"].update(speculate="planes"))
     return folder
 
@@ -216,6 +224,16 @@ def test_drafted_tokens_change_no_token(runner: Runner, packed_bundle: Path, rep
             assert figures(run) == [1, tokens - 4, tokens - 4, tokens - 3, 2]
     run = runner(packed_bundle, prompt, "--max-tokens", 20, "--speculate", "off")
     assert ids_of(run) == expected[:20] and not run.stderr
+
+
+def test_a_bundle_with_heads_drafts_by_lookup(runner: Runner, write_llama: Callable[..., Path], repeating: Run) -> None:
+    from compressor.passes.kv_cache import KvCache
+    from compressor.passes.rtn import Rtn
+
+    headed = write_llama(AddHeads(), Rtn("W4A8_G32"), KvCache("INT8"), speculates=True)
+    assert "heads" in load(headed, threads=1).speculations
+    run = runner(headed, repeating.prompt, "--max-tokens", 3 + repeating.accepted, "--speculate", "lookup")
+    assert ids_of(run) == repeating.expected[: 3 + repeating.accepted] and figures(run)[0] >= 1
 
 
 def test_a_text_ends_in_a_run_of_drafted_tokens(
