@@ -17,6 +17,7 @@ import pytest
 from compressor.host.threads import wait_passively
 
 wait_passively()  # as the command does; before torch is imported
+os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "0")  # two test workers share the processors with all pools
 gc.set_threshold(10_000)
 
 from missing import skip_or_fail  # noqa: E402
