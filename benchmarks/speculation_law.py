@@ -22,7 +22,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -36,6 +36,7 @@ from compressor_runtime.speculation.counts import Speculation
 from compressor_runtime.speculation.drafts import Drafts
 from compressor_runtime.speculation.engine import Engine, Text
 from compressor_runtime.speculation.pace import Always
+from compressor_runtime.speculation.tree import Wish
 from quality_row import load_texts
 from torch.fx import GraphModule
 
@@ -121,9 +122,9 @@ def bundles(
 class Short(Always):
     """Verify every drafted token, of chains of up to four: longer ones take their time and are wrong."""
 
-    def goes_on(self, name: str, sequences: int, most: int, chances: Sequence[float], following: float) -> bool:
-        """Tell whether a chain is shorter."""
-        return len(chances) < LONGEST
+    def going(self, name: str, sequences: int, room: int, wishes: Mapping[int, Wish]) -> dict[int, Wish]:
+        """Return the drafts that are shorter."""
+        return {place: wish for place, wish in wishes.items() if wish.ahead < LONGEST}
 
 
 def drafts_of(bundle: Bundle) -> Drafts:
