@@ -9,7 +9,9 @@ such bundles.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +53,19 @@ def lower(
     folder: Path,
     threads: int | None = None,
     tune: str = "off",
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
-    """Generate kernels for a compressed graph, and fill the bundle's empty folder."""
+    """Generate kernels for a compressed graph, and fill the bundle's empty folder.
+
+    Args:
+        facts: further ones that the manifest states about the model.
+    """
     mark_entries(graph, recipe)
     backend = make_backend(recipe.target.build(), threads)
     stack_experts(graph)
     backend.compile(graph, tune, None, lambda _isa: None)
     written = backend.write(folder, graph, check_independence(graph).independent)
+    written = dataclasses.replace(written, model={**written.model, **(facts or {})})
     finish(folder, written, run_facts(graph, recipe, context, weight_bytes(dense)))
 
 

@@ -1,46 +1,67 @@
 """Texts with drafts are those of plain decoding, token for token: many prompts, every kind, every family of formats.
 
-    python benchmarks/speculation_law.py [--formats W8A8,NF4_G64] [--prompts 200] [--tokens 24] [--runner FILE]
-                                         [--oracle] [--markdown FILE]
+    python benchmarks/speculation_law.py [--model reference] [--formats W8A8,NF4_G64] [--prompts 200] [--tokens 24]
+                                         [--runner FILE] [--oracle] [--markdown FILE]
 
-Prompts are passages of the held-out text on the reference model; every other one is continued greedily, the others at
-temperature 0.7 in a nucleus of 0.9, with seeds.  Every draft is verified, whether it pays or not, so that as many
-verifications as possible are compared.  Batches of four have prompts of one length and texts of several.  ``--runner``
-is the runner in C++ (export/native), which drafts by lookup where it pays, on a tenth of the prompts, greedily and
-longer.  ``--oracle`` compares with prompt lookup decoding of transformers (``prompt_lookup_num_tokens``) in float32:
-its greedy texts, and those of a bundle without quantisation, drafts off and on.
+Prompts are passages of text that a model of quality.yaml was not calibrated on, each continued greedily, and every
+fifth one also at temperature 0.7 in a nucleus of 0.9 with a seed.  A family has up to three bundles, since a library is
+cut into parts in one way: kinds without parts, heads and upper planes among them; the model's first layers; and the
+model without some of its parts, two fixed choices.  Heads are trained for a few steps, once.  Every draft is verified,
+whether it pays or not, so that as many verifications as possible are compared; chains that a model drafts have up to
+four tokens.  Batches of four have prompts of one length and texts of several.  ``--runner`` is the runner in C++
+(export/native), which drafts by lookup where it pays, on a quarter of the prompts, greedily and longer.  ``--oracle``
+compares with prompt lookup decoding of transformers (``prompt_lookup_num_tokens``) in float32: its greedy texts, and
+those of a bundle without quantisation, drafts off and on.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
+import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from bundles import write_bundle
+import yaml
+from bundles import lower
 from compressor_runtime import Bundle, load
 from compressor_runtime.generation import checked_sampler
 from compressor_runtime.speculation.counts import Speculation
 from compressor_runtime.speculation.drafts import Drafts
 from compressor_runtime.speculation.engine import Engine, Text
-from compressor_runtime.speculation.kinds.registry import served
 from compressor_runtime.speculation.pace import Always
+from compressor_runtime.speculation.tree import Wish
+from quality_row import load_texts
+from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
-from compressor.data.text import load_samples
-from compressor.host.resources import resource
+from compressor.data.text import Samples
+from compressor.graph.model import clone_graph
+from compressor.passes.draft_heads import DraftHeads
+from compressor.pipeline.context import Context
+from compressor.pipeline.pipeline import Pipeline
 from compressor.recipe.recipe import Recipe
 
-PROMPT, BATCH, RUNNER_TOKENS = 32, 4, 64
-SAMPLED = (0.7, 0, 0.9)
+Bundles: TypeAlias = Iterator[tuple[Path, list[str]]]
+"""Folders of bundles, each with the kinds to compare; none for all that it serves."""
+
+Options: TypeAlias = tuple[float, int, float]
+"""Temperature, top_k and top_p."""
+Item: TypeAlias = tuple[list[int], Options]
+"""A prompt, and how its text is chosen."""
+
+PROMPT, BATCH, RUNNER_TOKENS, RUNNER_SHARE, SAMPLED_SHARE, LONGEST = 32, 4, 64, 4, 5, 4
+GREEDY, SAMPLED = (0.0, 0, 1.0), (0.7, 0, 0.9)
 PLAIN = "none"  # no pass: float32 as it is
 EMBEDDING = {"embedding": {"scheme": "W8A16"}}
+GROUPS = {"stories260K": "_G64"}  # in the place of _G128: its linears have 64 and 172 inputs
+HEADS = DraftHeads(width=64, steps=60)
 
 
 def rtn(scheme: str) -> list[dict[str, Any]]:
@@ -48,51 +69,93 @@ def rtn(scheme: str) -> list[dict[str, Any]]:
     return [{"rtn": {"scheme": scheme, "targets": "Linear", "ignore": ["lm_head"]}}, EMBEDDING]
 
 
-DENSE = ("W8A8", "W4A8_G128", "W8A16", "W4A16_G128", "NF4_G64", "FP8_E4M3", "MXFP4", "W3A16_G128")
+DENSE = ("W8A8", "W4A8_G128", "W8A16", "W4A16_G128", "NF4_G64", "FP8_E4M3", "MXFP4", "W3A16_G128", "W8A8_G128_P4")
 FAMILIES: dict[str, list[dict[str, Any]]] = {PLAIN: [], **{scheme: rtn(scheme) for scheme in DENSE}}
 FAMILIES |= {
     scheme: [{"magnitude": {"scheme": scheme, "ignore": ["lm_head"]}}, EMBEDDING]
     for scheme in ("W8A16_B16x1@30", "W8A16_2:4")
 }
-FAMILIES["W4A16_G128 and caches INT8"] = [*rtn("W4A16_G128"), {"kv_cache": {"scheme": "INT8"}}]
+FAMILIES |= {
+    f"{scheme} and caches INT8": [*rtn(scheme), {"kv_cache": {"scheme": "INT8"}}] for scheme in ("W4A16_G128", "W8A8")
+}
 
 
-def prompts_of(ids: Sequence[int], count: int) -> list[list[int]]:
-    """Return passages spread over a text."""
+def family(name: str, model: str) -> list[dict[str, Any]]:
+    """Return the passes of a family, with groups that fit the model."""
+    written: list[dict[str, Any]] = yaml.safe_load(
+        yaml.safe_dump(FAMILIES[name]).replace("_G128", GROUPS.get(model, "_G128"))
+    )
+    return written
+
+
+def items_of(ids: Sequence[int], count: int) -> list[Item]:
+    """Return passages spread over a text, each to be continued greedily, and some of them sampled as well."""
     starts = [(len(ids) - PROMPT) * number // count for number in range(count)]
-    return [list(ids[start : start + PROMPT]) for start in starts]
+    passages = [list(ids[start : start + PROMPT]) for start in starts]
+    return [(passage, GREEDY) for passage in passages] + [(passage, SAMPLED) for passage in passages[::SAMPLED_SHARE]]
 
 
-def options_of(number: int) -> tuple[float, int, float]:
-    """Return temperature, top_k and top_p of a prompt."""
-    return SAMPLED if number % 2 else (0.0, 0, 1.0)
+def bundles(
+    dense: GraphModule, headed: GraphModule, passes: list[dict[str, Any]], samples: Samples, work: Path
+) -> Bundles:
+    """Make the bundles of a family, one after another; yield each with the kinds to compare."""
+    layers = dense.meta["model"].layers
+    names = [f"{half}_{layer}" for layer in range(layers) for half in ("attention", "ffn")]
+    skips = [{"without": names[first::3], "agreement": 0.5, "cost": 0.5} for first in (1, 2)]
+    for kind, graph in (("auto", headed), ("exit", dense), ("self", dense)):
+        recipe = Recipe.from_dict(
+            {
+                "model": str(dense.meta["model"].source),
+                "calibration": "python_docs",
+                "speculate": kind,
+                "passes": passes,
+                "target": "x86",
+            }
+        )
+        context, folder = Context(samples=samples), work / kind
+        compressed = Pipeline(recipe.passes).run(clone_graph(graph), context)
+        folder.mkdir()
+        lower(dense, compressed, recipe, context, folder, 1, facts={"skips": skips} if kind == "self" else None)
+        yield folder, [kind] if kind != "auto" else []
 
 
-def alone(bundle: Bundle, kind: str | None, prompts: list[list[int]], count: int) -> tuple[list[list[int]], Any]:
+class Short(Always):
+    """Verify every drafted token, of chains of up to four: longer ones take their time and are wrong."""
+
+    def going(self, name: str, sequences: int, room: int, wishes: Mapping[int, Wish]) -> dict[int, Wish]:
+        """Return the drafts that are shorter."""
+        return {place: wish for place, wish in wishes.items() if wish.ahead < LONGEST}
+
+
+def drafts_of(bundle: Bundle) -> Drafts:
+    """Return drafts that have learnt nothing."""
+    return Drafts(bundle.model["vocab_size"], Short(), bundle.entries, bundle.model)
+
+
+def alone(bundle: Bundle, kind: str | None, items: list[Item], count: int) -> tuple[list[list[int]], Speculation]:
     """Return the texts behind prompts, one after another, and the counts of drafts; a kind None drafts nothing."""
-    bundle._drafts = Drafts(bundle.model["vocab_size"], Always(), bundle.entries)
+    bundle._drafts = drafts_of(bundle)
     found, total = [], Speculation(kind or "off")
-    for number, prompt in enumerate(prompts):
+    for number, (prompt, options) in enumerate(items):
         counts = Speculation(kind) if kind else None
-        sampler = checked_sampler(*options_of(number), number)
-        found.append(list(bundle.continued(prompt, count, sampler, [], counts)))
+        found.append(list(bundle.continued(prompt, count, checked_sampler(*options, number), [], counts)))
         total = total + counts if counts else total
     return found, total
 
 
-def together(bundle: Bundle, kind: str, prompts: list[list[int]], count: int) -> tuple[list[list[int]], Speculation]:
+def together(bundle: Bundle, kind: str, items: list[Item], count: int) -> tuple[list[list[int]], Speculation]:
     """Return the texts behind prompts, four at a time, the later ones of four a token shorter each."""
     total, found = Speculation(kind), list[list[int]]()
-    drafts = Drafts(bundle.model["vocab_size"], Always(), bundle.entries)
-    for start in range(0, len(prompts), BATCH):
-        own = prompts[start : start + BATCH]
+    drafts = drafts_of(bundle)
+    for start in range(0, len(items), BATCH):
+        own = items[start : start + BATCH]
         session, counts = bundle.session(len(own), PROMPT + count), Speculation(kind)
         ends = dict.fromkeys(bundle.model["eos_ids"], "eos_token")
-        texts = [
-            Text(slot, [*prompt], drafts.start(kind, session, slot), sampler_of(start + slot), ends, count - slot)
-            for slot, prompt in enumerate(own)
-        ]
-        for text, logits in zip(texts, session.step(own), strict=True):
+        texts = []
+        for slot, (prompt, options) in enumerate(own):
+            sampler = checked_sampler(*options, start + slot)
+            texts.append(Text(slot, [*prompt], drafts.start(kind, session, slot), sampler, ends, count - slot))
+        for text, logits in zip(texts, session.step([prompt for prompt, _ in own]), strict=True):
             text.choose(logits[-1])
         for _ in Engine(session, drafts.pace, drafts.acceptance, counts).rounds(texts):
             pass
@@ -101,44 +164,51 @@ def together(bundle: Bundle, kind: str, prompts: list[list[int]], count: int) ->
     return found, total
 
 
-def sampler_of(number: int) -> Any:
-    """Return the sampler of a prompt."""
-    return checked_sampler(*options_of(number), number)
-
-
-def native(runner: Path, folder: Path, prompts: list[list[int]]) -> tuple[int, int]:
-    """Return how many texts of the runner with drafts are those without, and of how many."""
-    equal = 0
+def native(runner: Path, folder: Path, prompts: list[list[int]]) -> str:
+    """Return how many texts of the runner with drafts are those without, of how many, and what was verified."""
+    equal, verifications, accepted = 0, 0, 0
     for prompt in prompts:
         words = [str(runner), str(folder), "--ids", ",".join(map(str, prompt)), "--max-tokens", str(RUNNER_TOKENS)]
-        texts = [
+        drafted, plain = (
             subprocess.run([*words, "--threads", "1", "--speculate", kind], capture_output=True, text=True, check=True)
             for kind in ("lookup", "off")
-        ]
-        equal += texts[0].stdout == texts[1].stdout
-    return equal, len(prompts)
+        )
+        equal += drafted.stdout == plain.stdout
+        if told := re.search(r"(\d+) verifications, \d+ tokens drafted, (\d+) accepted", drafted.stderr):
+            verifications, accepted = verifications + int(told[1]), accepted + int(told[2])
+    return f"{equal} of {len(prompts)}; {verifications}, {accepted}"
 
 
-def row(name: str, folder: Path, prompts: list[list[int]], count: int, runner: Path | None) -> list[str]:
-    """Return a family's line of the table for each kind, and how many texts differed."""
-    bundle, lines = load(folder, threads=1), []
-    plain, _ = alone(bundle, None, prompts, count)
-    for kind in served(bundle.entries):
-        one, counts = alone(bundle, kind, prompts, count)
-        four, batched = together(bundle, kind, prompts, count)
+def rows(name: str, made: Bundles, items: list[Item], count: int, runner: Path | None) -> Iterator[str]:
+    """Yield a family's line of the table for each kind, and how many texts differed."""
+    greedy = [prompt for prompt, options in items if options is GREEDY]
+    for folder, only in made:
+        bundle = load(folder, threads=1)
+        plain, _ = alone(bundle, None, items, count)
         shorter = [text[: count - number % BATCH] for number, text in enumerate(plain)]
-        equal = sum(a == b for a, b in zip(one, plain, strict=True))
-        equal_four = sum(a == b for a, b in zip(four, shorter, strict=True))
-        cells = [f"`{name}`", f"`{kind}`", f"{equal} of {len(plain)}", f"{counts.verifications}, {counts.accepted}"]
-        cells += [f"{equal_four} of {len(plain)}", f"{batched.verifications}, {batched.accepted}"]
-        if kind == "lookup" and runner is not None:
-            equal_runner, asked = native(runner, folder, prompts[::10])
-            cells += [f"{equal_runner} of {asked}"]
-        else:
-            cells += [""]
-        lines.append("| " + " | ".join(cells) + " |")
-        print(lines[-1], flush=True)
-    return lines
+        for kind in only or bundle.speculations:
+            one, counts = alone(bundle, kind, items, count)
+            four, batched = together(bundle, kind, items, count)
+            cells = [f"`{name}`", f"`{kind}`", equals(one, plain, len(greedy)), told(counts)]
+            cells += [equals(four, shorter, len(greedy)), told(batched)]
+            if kind == "lookup" and runner is not None:
+                cells += [native(runner, folder, greedy[::RUNNER_SHARE])]
+            else:
+                cells += [""]
+            yield "| " + " | ".join(cells) + " |"
+
+
+def told(counts: Speculation) -> str:
+    """Return what was verified, and what of it accepted."""
+    return f"{counts.verifications}, {counts.accepted}"
+
+
+def equals(found: list[list[int]], wanted: list[list[int]], greedy: int) -> str:
+    """Say how many texts are the wanted ones, the first, greedy ones apart, and name those that are not."""
+    same = [a == b for a, b in zip(found, wanted, strict=True)]
+    odd = [number for number, equal in enumerate(same) if not equal]
+    said = f"{sum(same[:greedy])} of {greedy} and {sum(same[greedy:])} of {len(same) - greedy}"
+    return said + (f", **not {', '.join(map(str, odd[:5]))}**" if odd else "")
 
 
 def oracle(folder: Path, model: Path, prompts: list[list[int]], count: int) -> str:
@@ -156,7 +226,7 @@ def oracle(folder: Path, model: Path, prompts: list[list[int]], count: int) -> s
         for extra in ({"prompt_lookup_num_tokens": 8}, {}):
             tokens = net.generate(ids, **given, **extra)[0, len(prompt) :].tolist()
             texts.append([token for token in tokens if token not in bundle.model["eos_ids"]])
-        bundle._drafts = Drafts(bundle.model["vocab_size"], Always(), bundle.entries)
+        bundle._drafts = drafts_of(bundle)
         found = [list(bundle.generate_ids(prompt, max_tokens=count, speculate=kind)) for kind in ("lookup", "off")]
         ours += found[0] == found[1]
         equal += found[0] == texts[0]
@@ -168,9 +238,18 @@ def oracle(folder: Path, model: Path, prompts: list[list[int]], count: int) -> s
     )
 
 
+def with_heads(dense: GraphModule, samples: Samples) -> GraphModule:
+    """Return the graph with heads that draft."""
+    graph = clone_graph(dense)
+    graph.meta["model"] = dataclasses.replace(graph.meta["model"], speculates=True)
+    return Pipeline([HEADS]).run(graph, Context(samples=samples))
+
+
 def main() -> None:
-    """Make a bundle of each family, and compare."""
+    """Make bundles of each family, and compare."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    entries = yaml.safe_load(Path(__file__).with_name("quality.yaml").read_text(encoding="utf-8"))
+    parser.add_argument("--model", choices=entries, default="reference")
     parser.add_argument("--formats", default=",".join(FAMILIES))
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=24)
@@ -178,28 +257,25 @@ def main() -> None:
     parser.add_argument("--oracle", action="store_true")
     parser.add_argument("--markdown", type=Path)
     given = parser.parse_args()
-    model = resource("models") / "reference"
-    dense, prompts = capture(model), None
+    entry = entries[given.model]
+    dense = capture(entry["model"])
+    samples, tokens = load_texts(entry, dense)
+    items = items_of(tokens.flatten().tolist(), given.prompts)
+    headed = with_heads(dense, samples)
     lines = ["| format | kind | batch 1: equal texts | verifications, accepted | batch 4: equal texts | "]
-    lines[-1] += "verifications, accepted | runner in C++: equal texts |"
+    lines[-1] += "verifications, accepted | runner in C++: equal texts; verifications, accepted |"
     lines += ["|---|---|---|---|---|---|---|"]
+    print("\n".join(lines))
     for name in given.formats.split(","):
         with tempfile.TemporaryDirectory() as work:
-            keys = {"model": "reference", "calibration": "python_docs", "speculate": "auto", "target": "x86"}
-            recipe = Recipe.from_dict({**keys, "passes": FAMILIES[name]})
-            spec = recipe.calibration
-            assert spec is not None
-            samples = load_samples(spec.model_copy(update={"samples": 8}), model)
-            folder = Path(work) / "bundle"
-            write_bundle(dense, recipe, samples, folder, 1)
-            if prompts is None:
-                text = (resource("calibration") / "python_docs_heldout.txt").read_text(encoding="utf-8")
-                prompts = prompts_of(load(folder, threads=1).tokenizer.encode(text).ids, given.prompts)
-            lines += row(name, folder, prompts, given.tokens, given.runner)
+            made = bundles(dense, headed, family(name, given.model), samples, Path(work))
+            for line in rows(name, made, items, given.tokens, given.runner):
+                lines.append(line)
+                print(line, flush=True)
             if name == PLAIN and given.oracle:
-                lines[:0] = [oracle(folder, model, prompts, given.tokens), ""]
+                greedy = [prompt for prompt, options in items if options is GREEDY]
+                lines[:0] = [oracle(Path(work) / "auto", Path(entry["model"]), greedy, given.tokens), ""]
                 print(lines[0], flush=True)
-    print("\n".join(lines))
     if given.markdown:
         given.markdown.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
