@@ -16,7 +16,7 @@ from compressor.calibration.segment_runner import SegmentRunner, split_samples
 from compressor.calibration.steps import MICRO_BATCH_TOKENS
 from compressor.graph.segments import cut_at
 from compressor.pipeline.structured.architecture import Picks, masked
-from compressor.search.space import Sorted, SubLayer
+from compressor.search.space import AS_IS, Starts, SubLayer
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,11 @@ class Scores:
     Args:
         graph: whole, its channels sorted.
         ids: text that nothing was fitted to, int64 [samples, sequence], at least two samples.
-        order: of each sub-layer, see :func:`compressor.pipeline.structured.architecture.sort_parts`.
+        starts: weights of the alternatives (:func:`compressor.pipeline.structured.architecture_starts.sort_parts`).
     """
 
-    def __init__(
-        self, graph: GraphModule, layers: Sequence[SubLayer], order: Sequence[Sorted | None], ids: Tensor
-    ) -> None:
-        self._graph, self._layers, self._order = graph, layers, order
+    def __init__(self, graph: GraphModule, layers: Sequence[SubLayer], starts: Starts, ids: Tensor) -> None:
+        self._graph, self._layers, self._starts = graph, layers, starts
         self.samples = len(ids)
         self._batches = split_samples(graph, ids, MICRO_BATCH_TOKENS)
         stream = SegmentRunner(graph, self._batches)
@@ -65,12 +63,10 @@ class Scores:
 
         The oracle is running both graphs whole.
         """
-        first = next(
-            (x for x, one in zip(self._layers, picks, strict=True) if one.channels is not None or not one.stays), None
-        )
+        first = next((x for x, one in zip(self._layers, picks, strict=True) if one.label != AS_IS), None)
         if first is None:
             return Score(0.0, 0.0)
-        changed = masked(self._graph, self._layers, picks, self._order)
+        changed = masked(self._graph, self._layers, picks, self._starts)
         entry = next(node for node in changed.graph.nodes if node.name == first.branch.entry.name)
         stream = SegmentRunner(changed, self._batches)
         stream.hidden = list(self._hidden[first.branch.entry])
