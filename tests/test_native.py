@@ -62,8 +62,8 @@ def write_llama(
     from compressor.graph.model import weight_bytes
     from compressor.pipeline.context import Context
 
-    def write(*passes: Any, speculates: bool = False) -> Path:
-        sizes = {"vocab_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    def write(*passes: Any, speculates: bool = False, layers: int = 1) -> Path:
+        sizes = {"vocab_size": 64, "intermediate_size": 64, "num_hidden_layers": layers, "num_attention_heads": 2}
         graph = capture(random_llama(**sizes, max_position_embeddings=POSITIONS, initializer_range=0.3))
         # It goes on to the last position.
         graph.meta["model"] = dataclasses.replace(graph.meta["model"], eos_ids=(), speculates=speculates)
@@ -91,6 +91,17 @@ def packed_bundle(write_llama: Callable[..., Path]) -> Path:
     return write_llama(Rtn("W4A8_G32"), KvCache("INT8"), speculates=True)
 
 
+@pytest.fixture(scope="module")
+def uneven_bundle(write_llama: Callable[..., Path]) -> Path:
+    """Its layers have unlike heads of keys, widths, and linears in their place."""
+    from uneven_models import Uneven
+
+    from compressor.passes.rtn import Rtn
+
+    uneven = Uneven(("kv_heads:1", "width:0.5", "linear", "linear", "kv_heads:1", "as_is"))
+    return write_llama(uneven, Rtn("W8A16"), layers=3)
+
+
 @pytest.fixture
 def copy(bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(bundle, tmp_path / "copy"))
@@ -108,7 +119,9 @@ def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> N
     assert all(word in done.stderr for word in words), done.stderr
 
 
-@pytest.mark.parametrize(("which", "threads"), [("bundle", 1), ("bundle", 2), ("packed_bundle", 2)])
+@pytest.mark.parametrize(
+    ("which", "threads"), [("bundle", 1), ("bundle", 2), ("packed_bundle", 2), ("uneven_bundle", 1)]
+)
 def test_ids_and_logits_are_those_of_the_python_run_time(
     request: pytest.FixtureRequest, runner: Runner, tmp_path: Path, which: str, threads: int
 ) -> None:
