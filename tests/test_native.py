@@ -119,9 +119,7 @@ def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> N
     assert all(word in done.stderr for word in words), done.stderr
 
 
-@pytest.mark.parametrize(
-    ("which", "threads"), [("bundle", 1), ("bundle", 2), ("packed_bundle", 2), ("uneven_bundle", 1)]
-)
+@pytest.mark.parametrize(("which", "threads"), [("bundle", 1), ("bundle", 2), ("packed_bundle", 2)])
 def test_ids_and_logits_are_those_of_the_python_run_time(
     request: pytest.FixtureRequest, runner: Runner, tmp_path: Path, which: str, threads: int
 ) -> None:
@@ -134,6 +132,14 @@ def test_ids_and_logits_are_those_of_the_python_run_time(
     assert done.stdout == ",".join(map(str, expected)) + "\n"
     logits = np.fromfile(tmp_path / "logits", np.float32)
     assert np.array_equal(logits, python.session().step([PROMPT])[0, -1])
+
+
+def test_layers_that_are_not_alike_run_as_in_python(runner: Runner, uneven_bundle: Path, tmp_path: Path) -> None:
+    python = load(uneven_bundle, threads=1)
+    done = runner(uneven_bundle, PROMPT, "--max-tokens", 12, "--threads", 1, "--logits", tmp_path / "logits")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == ",".join(map(str, python.generate_ids(PROMPT, max_tokens=12))) + "\n"
+    assert np.array_equal(np.fromfile(tmp_path / "logits", np.float32), python.session().step([PROMPT])[0, -1])
 
 
 def test_generation_ends_before_an_end_of_sequence(runner: Runner, copy: Path) -> None:
