@@ -25,10 +25,11 @@ from compressor.pipeline.pipeline import Pass, TrainingNeeds
 from compressor.pipeline.site_plan import SitePlan, plan_untouched
 from compressor.pipeline.sites import choose_format
 from compressor.pipeline.structured.architecture import Parts, amounts, build, find_parts, naming
-from compressor.pipeline.structured.architecture_scores import Scores
+from compressor.pipeline.structured.architecture_scores import Scores, check_held_out
 from compressor.pipeline.structured.architecture_search import Depth, Search, rank_removals, search
 from compressor.pipeline.structured.architecture_starts import sort_parts
 from compressor.recipe.gates import parse_amount
+from compressor.search.front import check_limits, lowered
 from compressor.search.knapsack import require_solver
 from compressor.search.programme import Limit, check_reachable
 from compressor.search.scenarios import scenarios
@@ -37,7 +38,8 @@ from compressor.training.candidates import train_candidates
 from compressor.training.settings import Settings, split
 
 _NAME = "puzzle"
-_OF_SCORES = {"latency", "weight_bytes", "cache_bytes", "parameters", "scheme", "depth", "pool"}  # and of no weights
+_LIMITS = ("latency", "weight_bytes", "cache_bytes", "parameters")
+_OF_CHOICE = {*_LIMITS, "scheme", "depth", "pool", "budgets"}  # options that decide no weights of alternatives
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Puzzle(Pass):
         keep_first: blocks at the beginning of which nothing goes as a whole.
         keep_last: the same at the end.
         pool: architectures of the programme that are scored as wholes, each two sub-layers from the others.
+        budgets: further limits of the one measure, as shares of the model's; the report then has a front of them all.
     """
 
     inexact = "decides as it runs which layers stay and how wide, on the samples"
@@ -91,12 +94,11 @@ class Puzzle(Pass):
     keep_first: int = 1
     keep_last: int = 1
     pool: int = 3
+    budgets: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if {self.latency, self.weight_bytes, self.cache_bytes, self.parameters} == {None}:
-            raise UsageError(f"{_NAME}: give a limit: latency, weight_bytes, cache_bytes or parameters")
-        if self.latency is not None and not 0 < self.latency < 1:
-            raise UsageError(f"{_NAME}: latency {self.latency:g} is not a share between 0 and 1")
+        given = (self.latency, self.weight_bytes, self.cache_bytes, self.parameters)
+        check_limits(_NAME, dict(zip(_LIMITS, given, strict=True)), self.budgets)
         if min(self.keep_first, self.keep_last) < 0 or self.multiple < 1 or self.pool < 1:
             raise UsageError(f"{_NAME}: keep_first and keep_last are not below 0, multiple and pool not below 1")
         if not 0 < self.held_out < 1:
@@ -159,7 +161,7 @@ class Puzzle(Pass):
         require_solver()
         found = self._space(graph)
         with naming(_NAME):
-            check_reachable(found[2])
+            check_reachable(found[2] | lowered(found[2], self.budgets))
         return found
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
@@ -168,20 +170,19 @@ class Puzzle(Pass):
         parts, space, limits = self._checked(graph)
         assert isinstance(ids, Tensor)  # of a decoder of text
         held, fitted = split(ids, self.held_out, ctx.seed)
-        if len(held) < 2:
-            what = f"held_out {self.held_out:g} of {len(ids)} samples is one, and an error takes two"
-            raise UsageError(f"{_NAME}: {what}: give more calibration samples, or raise it")
+        with naming(_NAME):
+            check_held_out(held)
         starts, fmt = sort_parts(graph, ctx, parts, space, fitted, self.importance), None
-        options = {name: value for name, value in asdict(self).items() if name not in _OF_SCORES}
+        options = {name: value for name, value in asdict(self).items() if name not in _OF_CHOICE}
         if self.steps:
             key = digest(ctx.state, _NAME, options, ctx.calibration(_NAME).sha256, ctx.seed)
             starts = train_candidates(graph, ctx, _NAME, parts, space, starts, fitted, self._settings(), key)
         if self.scheme is not None:
             fmt = choose_format(self.scheme)
-        ranked = rank_removals(graph, ctx, _NAME, parts, space, fitted[: len(held)], self.depth)
         scores = Scores(graph, parts.layers, starts, held)
+        ranked = rank_removals(graph, ctx, _NAME, parts, space, fitted[: len(held)], self.depth)
         turns = scenarios(parts.layers, space, ranked)
-        given = Search(_NAME, parts, space, starts, scores, limits, self.latency, fmt, turns, options)
+        given = Search(_NAME, parts, space, starts, scores, limits, self.latency, fmt, self.budgets, turns, options)
         build(graph, ctx, _NAME, parts, search(graph, ctx, given, self.pool), starts)
         return graph
 

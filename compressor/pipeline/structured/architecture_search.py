@@ -17,6 +17,7 @@ from compressor.pipeline.resume import cached_tensors
 from compressor.pipeline.structured.architecture import Parts, alike, built, naming
 from compressor.pipeline.structured.architecture_scores import Score, Scores
 from compressor.pipeline.structured.layer_ranking import choose_layers
+from compressor.search.front import Front, Point, lowered, with_front
 from compressor.search.programme import Limit, restricted
 from compressor.search.scenarios import Scenario, is_even
 from compressor.search.space import Alternative, Space, Starts, uniform
@@ -38,6 +39,7 @@ class Search:
         limits: by measure, but for time.
         latency: a step's largest time, as a share of the whole graph's; None where it is not limited.
         fmt: of the blocks' linears, as times are taken; None leaves them dense.
+        budgets: further limits of the one measure, as shares of the whole model's.
         scenarios: what each turn of the programme chooses among.
         decides: further plain data that determine the scores, part of their key in the cache.
     """
@@ -50,6 +52,7 @@ class Search:
     limits: dict[str, Limit]
     latency: float | None
     fmt: Format | None
+    budgets: Sequence[float]
     scenarios: Sequence[Scenario]
     decides: Any = None
 
@@ -67,8 +70,9 @@ def search(graph: GraphModule, ctx: Context, given: Search, pool: int) -> list[A
     """Return what stands in the place of each sub-layer: the best of a pool by its divergence as a whole.
 
     In the pool are choices of the programme, which differ in two sub-layers at least: up to ``pool`` of each scenario
-    that is free, and one of each that names the sub-layers that go; and every architecture within the limits that is
-    the same in each layer.  So the choice is never worse than the best of these, on the samples of the scores.
+    that is free, one of each that names the sub-layers that go, and one for each further budget; and every architecture
+    within the limits that is the same in each layer.  So the choice is never worse than the best of these, on the
+    samples of the scores.  With further budgets, all of the latter are there.
 
     Raises:
         UsageError: the limits cannot be met, or time is limited and nothing here tells it.
@@ -79,14 +83,20 @@ def search(graph: GraphModule, ctx: Context, given: Search, pool: int) -> list[A
         limits["latency"], how = _times(graph, ctx, given, given.latency)
     even = [tuple(one) for one in uniform(given.parts.layers, given.space)]
     even = [one for one in even if is_even(given.parts.layers, given.picks(one))]
+    costs = [[one.mean for one in row] for row in singles]
     with naming(given.pass_name):
-        found = _proposed([[one.mean for one in row] for row in singles], limits, given.scenarios, pool)
-    proposed = len(found)
-    found += [one for one in even if one not in found and all(limit.allows(one) for limit in limits.values())]
-    whole = _wholes(graph, ctx, given, found)
-    best = min(whole, key=lambda one: whole[one].mean)
-    ctx.notes.append(_of_scenarios(given, found[:proposed], whole))
+        found = _proposed(costs, limits, given.scenarios, pool)
+        for name, limit in lowered(limits, given.budgets).items():
+            found += _proposed(costs, {name: limit}, [one for one in given.scenarios if one.is_free], 1)
+    proposed = list(dict.fromkeys(found))
+    found += [one for one in even if given.budgets or all(limit.allows(one) for limit in limits.values())]
+    whole = _wholes(graph, ctx, given, list(dict.fromkeys(found)))
+    allowed = [one for one in whole if all(limit.allows(one) for limit in limits.values())]
+    best = min(allowed, key=lambda one: whole[one].mean)
+    ctx.notes.append(_of_scenarios(given, proposed, whole))
     ctx.notes += _told(given, best, singles, whole, limits, set(even))
+    if given.budgets:
+        ctx.fronts.append(_front(given, whole, limits, set(even), best))
     picks = given.picks(best)
     if how:
         ctx.notes.append(_checked(graph, ctx, given, picks, limits["latency"].sum(best), how))
@@ -128,20 +138,33 @@ def _of_scenarios(given: Search, proposed: Sequence[Choice], whole: dict[Choice,
     return f"{given.pass_name}: the programme's {len(proposed)} choices as wholes, by sub-layers that go: {told}"
 
 
+def _front(
+    given: Search, whole: dict[Choice, Score], limits: dict[str, Limit], even: set[Choice], best: Choice
+) -> Front:
+    """Return all architectures that were scored as wholes, by the one measure that is limited."""
+    ((measure, limit),) = limits.items()
+    points = [
+        Point(
+            limit.sum(one), score.mean, score.error, tuple(x.label for x in given.picks(one)), one in even, one == best
+        )
+        for one, score in whole.items()
+    ]
+    return Front(measure, limit.unit, limit.sum(given.whole), "kl_divergence", with_front(points))
+
+
 def _singles(graph: GraphModule, ctx: Context, given: Search) -> list[list[Score]]:
     """Return the score of each alternative alone."""
     with ctx.reporter.task("score candidates", sum(map(len, given.space))) as task:
+        several = []
+        for i, row in enumerate(given.space):
+            for place in range(len(row)):
+                choice = given.whole
+                choice[i] = place
+                several.append(given.picks(choice))
 
         def make() -> dict[str, torch.Tensor]:
-            rows = []
-            for i, row in enumerate(given.space):
-                for place in range(len(row)):
-                    choice = given.whole
-                    choice[i] = place
-                    score = given.scores.of(given.picks(choice))
-                    rows.append([score.mean, score.error])
-                    task.advance()
-            return {"scores": torch.tensor(rows, dtype=torch.float64)}
+            scores = given.scores.all(several, ctx.executor, task, ctx.reporter)
+            return {"scores": torch.tensor([[one.mean, one.error] for one in scores], dtype=torch.float64)}
 
         flat = cached_tensors(graph, ctx, given.pass_name, _decides(ctx, given, "singles"), make)["scores"].tolist()
     rest = iter(flat)
@@ -151,11 +174,8 @@ def _singles(graph: GraphModule, ctx: Context, given: Search) -> list[list[Score
 def _wholes(graph: GraphModule, ctx: Context, given: Search, pool: Sequence[Choice]) -> dict[Choice, Score]:
     """Return the score of each architecture of the pool."""
     with ctx.reporter.task("score the pool", len(pool)) as task:
-        found = {}
-        for one in pool:
-            found[one] = given.scores.of(given.picks(one))
-            task.advance()
-    return found
+        found = given.scores.all([given.picks(one) for one in pool], ctx.executor, task, ctx.reporter)
+    return dict(zip(pool, found, strict=True))
 
 
 def _decides(ctx: Context, given: Search, what: str) -> list[object]:
@@ -256,7 +276,7 @@ def _told(
         f"{name}: KL(model || architecture) {whole[best]} nats a token on {given.scores.samples} held-out samples; "
         f"scores add up to {added:.4g}; of {len(whole)} architectures that were scored as wholes"
     )
-    uniforms = [one for one in whole if one in even]
+    uniforms = [one for one in whole if one in even and all(limit.allows(one) for limit in limits.values())]
     if uniforms:
         first = min(uniforms, key=lambda one: whole[one].mean)
         notes.append(f"{name}: the best of {len(uniforms)} uniform ones within the limits reaches {whole[first]}")
