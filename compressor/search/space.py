@@ -71,13 +71,19 @@ class Mapped:
         name: of the linear.
         source: what it reads, [..., in].
         term: what is added to the residual stream, [..., out].
-        weight: name of a weight of the sub-layer, whose type it gets.
+        weight: name of a weight of the sub-layer, whose type its own gets.
     """
 
     name: str
     source: Node
     term: Node
     weight: str
+
+    def dtype(self, graph: GraphModule, name: str) -> torch.dtype | None:
+        """Return the type of a parameter of its own, or None for others: a bias is float32, as all vectors are."""
+        if not name.startswith(f"{self.name}."):
+            return None
+        return torch.float32 if name.endswith(".bias") else graph.get_parameter(self.weight).dtype
 
 
 @dataclass(frozen=True)

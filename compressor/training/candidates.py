@@ -107,10 +107,9 @@ class Candidates(TrainableGraph):
                 value = start.weights[name] if name in start.weights else graph.get_parameter(name).detach()
                 if cut is not None and name not in start.weights:
                     value = physical(value, name, cut, start.kept)
-                leaf, mapped = f"{one.label}/{name}", layer.mapped
-                is_new = isinstance(mapped, Mapped) and name.startswith(f"{mapped.name}.")
-                like = mapped.weight if is_new and isinstance(mapped, Mapped) else name
-                self._kinds[leaf] = graph.get_parameter(like).dtype
+                leaf = f"{one.label}/{name}"
+                new = layer.mapped.dtype(graph, name) if isinstance(layer.mapped, Mapped) else None
+                self._kinds[leaf] = new or graph.get_parameter(name).dtype
                 self.weights[leaf] = value.to(torch.float32, copy=True).requires_grad_()
 
     def stored(self) -> dict[str, Tensor]:

@@ -120,6 +120,8 @@ CHOICES = [("query heads 2", "linear", "linear", "width 32", "as_is", "none"),
 @pytest.mark.parametrize("choice", CHOICES, ids=["heads", "groups"])
 def test_heads_and_linears_are_what_zeros_compute_and_what_is_counted(name: str, choice: tuple[str, ...]) -> None:
     graph = captured(name)
+    for site in linear_sites(graph):
+        set_parameter(graph, site.weight_name, graph.get_parameter(site.weight_name).detach().half())
     parts, space, starts = sorted_space(graph, EVERY)
     picks = [next(one for one in row if one.label == label) for row, label in zip(space, choice, strict=False)]
     expected = logits(masked(graph, parts.layers, picks, starts), SAMPLES.ids)

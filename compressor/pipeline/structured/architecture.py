@@ -135,12 +135,11 @@ def _put_linears(graph: GraphModule, linears: Sequence[tuple[Mapped, Start]]) ->
     by_name = {node.name: node for node in graph.graph.nodes}
     for mapped, start in linears:
         source, term = by_name[mapped.source.name], by_name[mapped.term.name]
-        dtype = graph.get_parameter(mapped.weight).dtype
         held = list[Node]()
         with graph.graph.inserting_before(term):
             for leaf in ("weight", "bias"):
                 name = f"{mapped.name}.{leaf}"
-                set_parameter(graph, name, start.weights[name].to(dtype))
+                set_parameter(graph, name, start.weights[name].to(mapped.dtype(graph, name)))
                 held.append(graph.graph.get_attr(name))
                 held[-1].meta["val"] = graph.get_parameter(name)
             new = graph.graph.call_function(torch.ops.compressor.dense_linear.default, (source, *held))
@@ -294,12 +293,10 @@ def _bytes(
     graph: GraphModule, layer: SubLayer, name: str, shape: tuple[int, ...], fmt: Format | None, linears: set[str]
 ) -> int:
     """Return the bytes of a parameter of a sub-layer, or of the linear in its place, as they will be stored."""
-    mapped = layer.mapped
-    is_new = isinstance(mapped, Mapped) and name.startswith(f"{mapped.name}.")
-    if fmt is not None and len(shape) == 2 and (is_new or name in linears):
+    new = layer.mapped.dtype(graph, name) if isinstance(layer.mapped, Mapped) else None
+    if fmt is not None and len(shape) == 2 and (new or name in linears):
         return fmt.packed_bytes(*shape)
-    like = mapped.weight if is_new and isinstance(mapped, Mapped) else name
-    return math.prod(shape) * graph.get_parameter(like).element_size()
+    return math.prod(shape) * (new or graph.get_parameter(name).dtype).itemsize
 
 
 def alike(graph: GraphModule, layers: Sequence[SubLayer], space: Space) -> list[list[int]]:
