@@ -336,7 +336,10 @@ def test_several_budgets_give_a_front() -> None:
     assert any(not one.uniform for one in front.points) and any(one.uniform for one in front.points)
 
 
-def test_times_add_up_and_limit_the_choice() -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"attention": ("heads:0.5", "kv_heads:1", "linear"), "ffn": ("linear",), "steps": 2, "batch": 2}]
+)
+def test_times_add_up_and_limit_the_choice(options: dict[str, Any]) -> None:
     """With a clock that counts parameters, all that is foreseen is exact."""
 
     def clock(graphs: Sequence[GraphModule]) -> tuple[list[float], str]:
@@ -344,7 +347,7 @@ def test_times_add_up_and_limit_the_choice() -> None:
 
     graph, ctx = captured(), Context(samples=SAMPLES, step_seconds=clock)
     (before,), _ = clock([graph])
-    Pipeline([Puzzle(latency=0.8, multiple=8, held_out=0.5)], [VerifyStages()]).run(graph, ctx)
+    Pipeline([Puzzle(latency=0.8, multiple=8, held_out=0.5, **options)], [VerifyStages()]).run(graph, ctx)
     (after,), _ = clock([graph])
     (said,) = [note for note in ctx.notes if "foreseen" in note]
     foreseen, taken = (float(one) for one in re.search(r"take (\S+) ms, and takes (\S+) ms", said).groups())  # type: ignore[union-attr]
