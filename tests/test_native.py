@@ -17,8 +17,12 @@ import numpy as np
 import pytest
 import torch
 from compressor_runtime import PIECE_BYTES, RequestError, load, sha256
+from compressor_runtime.generation import checked_sampler
 from compressor_runtime.speculation.acceptance import Acceptance
+from compressor_runtime.speculation.counts import Speculation
+from compressor_runtime.speculation.drafts import Drafts
 from compressor_runtime.speculation.kinds.lookup import Lookup
+from compressor_runtime.speculation.pace import Always
 
 SOURCE = Path(__file__).resolve().parents[1] / "export" / "native"
 POSITIONS = 300
@@ -115,6 +119,16 @@ class AddHeads:
         return graph
 
 
+@pytest.fixture(scope="module")
+def planes_bundle(write_llama: Callable[..., Path]) -> Path:
+    """Codes of some linears lie in two planes, and its `verify` gives hidden states as well."""
+    from compressor.passes.rtn import Rtn
+
+    folder = write_llama(AddHeads(), Rtn("W8A8_G32_P4", targets="re:.*mlp.*"), speculates=True)
+    edit_manifest(folder, lambda manifest: manifest["model"].update(speculate="planes"))
+    return folder
+
+
 @pytest.fixture
 def copy(bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(bundle, tmp_path / "copy"))
@@ -198,9 +212,9 @@ def repeating(packed_bundle: Path) -> Run:
     raise AssertionError("no prompt's continuation repeats itself")
 
 
-def figures(done: subprocess.CompletedProcess[str]) -> list[float]:
+def figures(done: subprocess.CompletedProcess[str], kind: str = "lookup") -> list[float]:
     """Return verifications, tokens drafted, accepted and of a verification, and plain steps."""
-    words = "lookup: N verifications, N tokens drafted, N accepted, N tokens a verification, N plain steps, N tokens/s"
+    words = f"{kind}: N verifications, N tokens drafted, N accepted, N tokens a verification, N plain steps, N tokens/s"
     found = re.fullmatch(words.replace("N", r"([\d.]+)") + "\n", done.stderr)
     assert found, done.stderr
     return [float(figure) for figure in found.groups()[:5]]
@@ -270,8 +284,44 @@ def test_a_bundle_that_verifies_nothing_refuses_drafts_as_in_python(runner: Runn
     with pytest.raises(RequestError) as error:
         load(bundle, threads=1).generate_ids([1], speculate="lookup")
     refused(runner(bundle, [1], "--speculate", "lookup"), error.value.exit_code, str(error.value))
-    refused(runner(bundle, [1], "--speculate", "recycle"), 2, "--speculate 'recycle': give 'lookup' or 'off'")
+    refused(runner(bundle, [1], "--speculate", "recycle"), 2, "--speculate 'recycle': give 'lookup', 'planes' or 'off'")
     refused(runner(bundle, [1], "--speculate"), 2, "--speculate: no value")
+
+
+@pytest.mark.parametrize(("prompt", "count"), [(PROMPT, POSITIONS), ([7], 40)])
+def test_drafts_from_upper_planes_are_those_of_python(
+    runner: Runner, planes_bundle: Path, prompt: list[int], count: int
+) -> None:
+    """The same tokens, and as many drafted, verified and accepted; the longer text's caches grow in a draft."""
+    python = load(planes_bundle, threads=1)
+    expected = list(python.generate_ids(prompt, max_tokens=count, speculate="off"))
+    for length in (5, 15):
+        run = runner(planes_bundle, prompt, "--max-tokens", count, "--draft-tokens", length, "--threads", 1)
+        assert ids_of(run) == expected
+    python._drafts = Drafts(64, Always(), python.entries, python.model)
+    counts = Speculation("planes")
+    drafted = python.continued(prompt, count, checked_sampler(0.0, 0, 1.0, 0), [], counts)
+    assert list(drafted) == expected
+    verifications, steps = counts.verifications, counts.steps
+    assert figures(run, "planes") == [
+        *(verifications, counts.drafted, counts.accepted),
+        *(round(1 + counts.accepted / verifications, 2), steps),
+    ]
+    assert counts.drafted > counts.accepted > 2 * verifications
+    for kind in ("planes", "lookup", "off"):  # as much as pays
+        run = runner(planes_bundle, prompt, "--max-tokens", count, "--speculate", kind)
+        assert ids_of(run) == expected and bool(run.stderr) == (kind != "off")
+
+
+def test_drafts_from_upper_planes_are_refused_as_in_python(runner: Runner, bundle: Path, packed_bundle: Path) -> None:
+    for folder, words in ((bundle, ""), (packed_bundle, ", only for 'lookup'")):
+        with pytest.raises(RequestError) as error:
+            load(folder, threads=1).generate_ids([1], speculate="planes")
+        message = re.sub(", only for [^;]*", words, str(error.value))
+        refused(runner(folder, [1], "--speculate", "planes"), error.value.exit_code, message)
+    refused(runner(packed_bundle, [1], "--draft-tokens", 2), 2, "--draft-tokens: nothing drafts")
+    for count in (0, 16):
+        refused(runner(packed_bundle, [1], "--draft-tokens", count), 2, f"--draft-tokens {count}: must be from 1 to 15")
 
 
 def test_requests_that_the_model_cannot_serve(runner: Runner, bundle: Path, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@
 #include <thread>
 #include <vector>
 
+#include "chain.h"
 #include "lookup.h"
 #include "sha256.h"
 
@@ -49,14 +50,18 @@ constexpr size_t kAlignment = 64;  // the kernels use aligned vector loads: any 
 constexpr size_t kLargestHeader = 16 << 20, kDeepest = 64, kMostDimensions = 16;
 constexpr int64_t kMostLayers = 4096;
 constexpr int kShareCores = -3;  // TVM's kSpecifyThreadShareAllCore: threads may run on all given cores, none is pinned
+constexpr const char* kPlanes = "planes";  // the kind of drafts, and the entry that reads upper planes alone
 constexpr const char* kUsage =
-    "usage: compressor_run BUNDLE --ids 1,2,3 [--max-tokens N] [--threads T] [--speculate lookup|off] [--logits FILE]\n"
+    "usage: compressor_run BUNDLE --ids 1,2,3 [--max-tokens N] [--threads T] [--speculate lookup|planes|off]\n"
+    "                      [--draft-tokens N] [--logits FILE]\n"
     "  BUNDLE        the folder that `compress run` wrote\n"
     "  --ids         the prompt's token ids\n"
     "  --max-tokens  at most so many new tokens (default: 64); each is the likeliest one\n"
     "  --threads     threads that check the files and run the kernels (default: the physical cores available)\n"
-    "  --speculate   lookup drafts tokens, and verifies several in a step where that is faster; the ids are the same\n"
-    "                (default: lookup where the bundle's recipe says lookup or auto, else off)\n"
+    "  --speculate   drafts tokens, and verifies several in a step where that is faster; the ids are the same: lookup\n"
+    "                from the text, planes from the upper halves of the weights' codes (default: as the bundle's\n"
+    "                recipe says, lookup where it says auto, off where it says another kind)\n"
+    "  --draft-tokens  draft so many tokens in each round whether that pays or not, to measure\n"
     "  --logits      write the float32 logits after the prompt to FILE, as they are in memory\n";
 
 enum Code { kUnusable = 1, kBadRequest = 2, kDamaged = 4 };  // exit codes
@@ -509,7 +514,8 @@ std::map<std::string, Sizes> read_entries(const json::Object& manifest, size_t p
   }
   auto listed = field<json::Object>(manifest, "entries");
   std::map<std::string, Sizes> entries;
-  for (const char* name : {"main", "verify"}) {
+  for (const char* name : {"main", "verify", kPlanes}) {
+    if (name == kPlanes && listed.count(kPlanes) == 0) continue;
     for (int64_t index : entries[name] = items<int64_t>(listed, name)) {
       if (index >= 0 && index < int64_t(parameters)) continue;
       fail(kDamaged, "manifest.json: `entries` names parameters that are not there; copy the bundle again");
@@ -559,9 +565,8 @@ class Kernels {
     }
   }
 
-  bool verifies() const { return entries_.count("verify") != 0; }  // drafted tokens
+  bool has(const std::string& entry) const { return entries_.count(entry) != 0; }
 
-  // The first result, logits: some bundles' `verify` gives hidden states behind them.
   ffi::Tensor call(const std::string& name, std::vector<ffi::Any> arguments) const {
     const Entry& entry = entries_.at(name);
     arguments.push_back(entry.parameters);
@@ -603,6 +608,13 @@ class Session {
     return logits;
   }
 
+  // Logits [V] after a drafted token by another entry than `verify`; `ahead` others stand between it and the stored
+  // ones.  What is verified or appended next writes over its keys and values.
+  std::vector<float> draft(const std::string& entry, int64_t token, size_t ahead) {
+    Sizes positions = make_room({token}, int64_t(ahead));
+    return call(entry, {token}, {positions, {0}, {-1}, {0}, positions}, 1);
+  }
+
   // Logits [S, V] after each of a chain of drafted tokens, none of which is appended.
   std::vector<float> verify(const Sizes& ids) {
     Sizes positions = make_room(ids), order(ids.size()), parents(ids.size()), slots(ids.size());
@@ -617,21 +629,21 @@ class Session {
   int64_t left() const { return model_.limit - position_; }
 
  private:
-  // Positions of tokens that come next.
-  Sizes make_room(const Sizes& ids) {
+  // Positions of tokens that come next, behind the stored ones and some drafted ones.
+  Sizes make_room(const Sizes& ids, int64_t drafted = 0) {
     auto [least, most] = std::minmax_element(ids.begin(), ids.end());
     if (*least < 0 || *most >= model_.vocabulary) {  // the kernels would read outside the table
       fail(kBadRequest, "token ids from ", *least, " to ", *most, ": the model knows 0 to ", model_.vocabulary - 1,
            "; does the tokenizer belong to this model?");
     }
-    int64_t count = int64_t(ids.size());
+    int64_t count = drafted + int64_t(ids.size());
     if (count > left()) {
       fail(kBadRequest, count, " tokens after ", position_, " others: the model ends at ", model_.limit,
            " positions; give fewer tokens");
     }
     if (position_ + count > capacity_) resize(std::min(model_.limit, std::max(position_ + count, 2 * capacity_)));
     Sizes positions(ids.size());
-    std::iota(positions.begin(), positions.end(), position_);
+    std::iota(positions.begin(), positions.end(), position_ + drafted);
     return positions;
   }
 
@@ -699,7 +711,7 @@ struct Options {
   fs::path bundle, logits;
   Sizes ids;
   int64_t max_tokens = 64;
-  std::optional<int64_t> threads;
+  std::optional<int64_t> threads, draft_tokens;
   std::string speculate;  // empty: as the bundle's recipe says
 };
 
@@ -721,7 +733,7 @@ Options read_options(const std::vector<std::string>& arguments) {
       continue;
     }
     bool known = name == "--ids" || name == "--max-tokens" || name == "--threads" || name == "--logits" ||
-                 name == "--speculate";
+                 name == "--speculate" || name == "--draft-tokens";
     if (!known) fail(kBadRequest, "unknown argument '", name, "'; `compressor_run --help` names all");
     if (++i == arguments.size()) fail(kBadRequest, name, ": no value is given; `compressor_run --help` shows how");
     if (name == "--ids") {
@@ -731,6 +743,8 @@ Options read_options(const std::vector<std::string>& arguments) {
       options.max_tokens = number(name, arguments[i]);
     } else if (name == "--threads") {
       options.threads = number(name, arguments[i]);
+    } else if (name == "--draft-tokens") {
+      options.draft_tokens = number(name, arguments[i]);
     } else if (name == "--speculate") {
       options.speculate = arguments[i];
     } else {
@@ -743,21 +757,35 @@ Options read_options(const std::vector<std::string>& arguments) {
   if (options.threads && (*options.threads < 1 || *options.threads > CPU_SETSIZE)) {
     fail(kBadRequest, "--threads ", *options.threads, ": must be from 1 to ", CPU_SETSIZE);
   }
-  if (const std::string& kind = options.speculate; !kind.empty() && kind != "lookup" && kind != "off") {
-    fail(kBadRequest, "--speculate '", kind, "': give 'lookup' or 'off'");
+  static const std::set<std::string> kinds = {"", "lookup", kPlanes, "off"};
+  if (kinds.count(options.speculate) == 0) {
+    fail(kBadRequest, "--speculate '", options.speculate, "': give 'lookup', 'planes' or 'off'");
+  }
+  if (int64_t most = speculation::kMostDrafted, count = options.draft_tokens.value_or(1); count < 1 || count > most) {
+    fail(kBadRequest, "--draft-tokens ", count, ": must be from 1 to ", most);
   }
   return options;
 }
 
 // Where drafts are wanted, what makes them.
-std::unique_ptr<speculation::Drafts> make_drafts(const Options& options, const Model& model, const Kernels& kernels) {
-  bool preset = model.speculate == "lookup" || model.speculate == "auto";
-  if (options.speculate.empty() ? !preset : options.speculate == "off") return nullptr;
-  if (!kernels.verifies()) {
-    fail(kBadRequest, "speculate='lookup': ", options.bundle.string(), " has no kernels that verify drafted tokens; ",
-         "make it with `speculate: lookup` in its recipe (target x86)");
+std::unique_ptr<speculation::Drafts> make_drafts(const Options& options, const Model& model, const Kernels& kernels,
+                                                 Session& session) {
+  std::string kind = options.speculate;
+  if (kind.empty()) kind = model.speculate == "auto" ? "lookup" : model.speculate;
+  if (kind != "lookup" && kind != kPlanes) {  // this runner has no others
+    if (options.draft_tokens) fail(kBadRequest, "--draft-tokens: nothing drafts; give --speculate lookup, or planes");
+    return nullptr;
   }
-  return std::make_unique<lookup::Lookup>();
+  auto refuse = [&](const char* why, const char* target) {
+    fail(kBadRequest, "speculate='", kind, "': ", options.bundle.string(), " has no kernels that ", why,
+         "; make it with `speculate: ", kind, "` in its recipe", target);
+  };
+  if (!kernels.has("verify")) refuse("verify drafted tokens", " (target x86)");
+  auto length = options.draft_tokens ? std::optional<size_t>(*options.draft_tokens) : std::nullopt;
+  if (kind == "lookup") return std::make_unique<lookup::Lookup>(length);
+  if (!kernels.has(kPlanes)) refuse("draft so, only for 'lookup'", "");
+  auto step = [&session](int64_t token, size_t ahead) { return session.draft(kPlanes, token, ahead); };
+  return std::make_unique<chain::Chain>(kPlanes, step, length);
 }
 
 // Prints the likeliest tokens, each as soon as it is there; with drafts they are the same.
@@ -805,9 +833,9 @@ void run(const Options& options) {
   check_files(root, manifest, threads);
   Model model = read_model(root, manifest);
   Kernels kernels(root, manifest, library, read_parameters(root, manifest, model.vocabulary), threads);
-  std::unique_ptr<speculation::Drafts> drafts = make_drafts(options, model, kernels);
   int64_t prompt = int64_t(options.ids.size());
   Session session(kernels, model, prompt + std::min<int64_t>(options.max_tokens, 256));
+  std::unique_ptr<speculation::Drafts> drafts = make_drafts(options, model, kernels, session);
   auto begin = speculation::Pace::Clock::now();
   std::vector<float> logits = session.step(options.ids);
   if (drafts) drafts->read_prompt(speculation::Pace::since(begin));

@@ -63,7 +63,8 @@ class Index {
 // Guesses are sorted by the tokens that agree, those drafted before among them.
 class Lookup : public speculation::Drafts {
  public:
-  Lookup() : Drafts("lookup", {0.1, 0.2, 0.4, 0.55, 0.65, 0.7, 0.75, 0.8, 0.85}) {}
+  explicit Lookup(std::optional<size_t> length)
+      : Drafts("lookup", {0.1, 0.2, 0.4, 0.55, 0.65, 0.7, 0.75, 0.8, 0.85}, length) {}
 
  private:
   Guess guess(const Tokens& text, const Tokens&, size_t most) override {

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <deque>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -40,20 +41,29 @@ class Acceptance {
 
   double chance(size_t sort) const { return chances_[sort]; }
 
+  double mean() const { return mean_; }  // of all sorts
+
   // Compares a guess, verified or not, with the tokens that came.
   void learn(const Guess& guess, const Tokens& came) {
     for (size_t i = 0; i < std::min(guess.tokens.size(), came.size()); ++i) {
       bool right = guess.tokens[i] == came[i];
-      double& chance = chances_[guess.sorts[i]];
-      chance += (right - chance) / double(std::min<int64_t>(counts_[guess.sorts[i]]++ + 3, kMemory));
+      move(right, chances_[guess.sorts[i]], counts_[guess.sorts[i]]);
+      move(right, mean_, count_);
       if (!right) break;
     }
   }
 
  private:
   static constexpr int64_t kMemory = 64;  // guesses that an estimate mostly rests on: texts change
+
+  static void move(bool right, double& chance, int64_t& count) {
+    chance += (right - chance) / double(std::min<int64_t>(count++ + 3, kMemory));
+  }
+
   std::vector<double> chances_;
   std::vector<int64_t> counts_;
+  double mean_ = 0.8;  // high, so that a draft is tried
+  int64_t count_ = 0;
 };
 
 // Times of steps (one row) and verifications (more), as running medians, and what drafts gained, less what they cost.
@@ -61,26 +71,51 @@ class Pace {
  public:
   using Clock = std::chrono::steady_clock;
 
+  explicit Pace(bool always) : always_(always) {}  // drafts and verifies whether that pays or not
+
   static double since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
   void wait(double seconds) { elapsed_s_ += seconds; }  // for a prompt, in which no token came
 
   void note(size_t rows, double seconds) {
-    Size& size = sizes_[rows];
-    size.times.push_back(seconds);
-    if (size.times.size() > kWindow) size.times.pop_front();
-    std::vector<double> sorted(size.times.begin(), size.times.end());
-    std::sort(sorted.begin(), sorted.end());
-    size.median = (sorted[(sorted.size() - 1) / 2] + sorted[sorted.size() / 2]) / 2;
-    size.seen = ++rounds_;
+    sizes_[rows].add(seconds, ++rounds_);
     elapsed_s_ += seconds;
   }
 
+  void note_draft(double seconds) { draft_.add(seconds, rounds_); }  // one token of a draft that runs a model
+
   // A draft may have cost a share of all time, and part of a step, more than it has gained.
-  bool may_draft() const { return knows() && account_s_ > -(kDebt * elapsed_s_ + kGraceSteps * step()); }
+  bool may_draft() const {
+    return always_ || (knows() && account_s_ > -(kDebt * elapsed_s_ + kGraceSteps * step()));
+  }
+
+  // Whether a draft that runs a model should draft a further token, behind those with these probabilities: if further
+  // ones are expected to bring more than their time at the price of time, the most tokens per second that plain steps
+  // or the best chain promise (cost.py).  One that did not pay is tried again with one token.
+  bool goes_on(const std::vector<double>& chances, double following, size_t most) const {
+    if (always_) return true;
+    bool stale = rounds_ - draft_.seen > kStaleRounds;
+    if (draft_.times.size() < 2 || (chances.empty() && stale)) return chances.empty();
+    auto known = fresh();
+    double largest = known.back().first, expected = 1, power = 1, price = (1 + kMargin) / step();
+    most = std::min(most, size_t(largest + std::max(kFirstRows, largest)) - 1);  // a guess far from those is none
+    auto seconds = [&](size_t drafted) { return expected_s(known, double(1 + drafted)); };
+    for (size_t n = 1; n <= most; ++n) {
+      expected += power *= following;
+      price = std::max(price, expected / (seconds(n) + double(n) * draft_.median));
+    }
+    size_t count = chances.size();
+    double gained = 0, last = count == 0 ? 1 : chances.back(), now = price * seconds(count);
+    for (size_t n = 1; count + n <= most; ++n) {
+      gained += last *= following;
+      if (gained - price * (seconds(count + n) + double(n) * draft_.median) > -now) return true;
+    }
+    return false;
+  }
 
   // A probability of being accepted below which no drafted token pays: a row's share of a step.
   double least_chance() const {
+    if (always_) return kLeastChance;
     auto known = fresh();
     double slope = known.size() > 1 ? INFINITY : 0;
     for (size_t i = 1; i < known.size(); ++i) {
@@ -91,6 +126,7 @@ class Pace {
 
   // How many drafted tokens to verify so that most tokens per second are expected, of those with these probabilities.
   size_t choose(const std::vector<double>& chances) const {
+    if (always_) return chances.size();
     auto known = fresh();
     size_t best = 0;
     double tokens = 1, highest = (1 + kMargin) / step();
@@ -108,6 +144,7 @@ class Pace {
   }
 
   void settle(double seconds, size_t accepted) {  // after a verification: steps saved, less what it took longer
+    if (!knows()) return;
     account_s_ = std::min(account_s_ + double(accepted) * step() - (seconds - step()), kMostCreditSteps * step());
   }
 
@@ -115,14 +152,24 @@ class Pace {
   static constexpr size_t kWindow = 9;  // last times of each size, of which the median counts
   static constexpr int64_t kStaleRounds = 256;  // a size that was not seen for so long is tried again
   static constexpr double kRowGuess = 0.03;  // of a step: a further row's time, until one was measured
-  static constexpr double kLeastChance = 0.02, kMargin = 0.03, kDebt = 0.006, kGraceSteps = 0.5;
+  static constexpr double kLeastChance = 0.02, kMargin = 0.03, kDebt = 0.003, kGraceSteps = 2;
+  static constexpr double kFirstRows = 3;  // that a first chain of a model adds; later ones have twice those measured
   static constexpr double kMostCreditSteps = 20;  // a gain of long ago does not pay for long losses
   using Known = std::vector<std::pair<double, double>>;
 
   struct Size {
     std::deque<double> times;
     double median = 0;
-    int64_t seen = 0;
+    int64_t seen = 0;  // the round
+
+    void add(double seconds, int64_t round) {
+      times.push_back(seconds);
+      if (times.size() > kWindow) times.pop_front();
+      std::vector<double> sorted(times.begin(), times.end());
+      std::sort(sorted.begin(), sorted.end());
+      median = (sorted[(sorted.size() - 1) / 2] + sorted[sorted.size() / 2]) / 2;
+      seen = round;
+    }
   };
 
   bool knows() const {  // the first step of a process says little
@@ -150,7 +197,9 @@ class Pace {
     return seconds + slope * (rows - below);
   }
 
+  bool always_;
   std::map<size_t, Size> sizes_;  // by rows
+  Size draft_;
   int64_t rounds_ = 0;
   double elapsed_s_ = 0, account_s_ = 0;
 };
@@ -177,8 +226,9 @@ class Drafts {
  public:
   Counts counts;
 
-  // `name` is the kind's; `priors` are those of its sorts of guesses.
-  Drafts(const char* name, std::vector<double> priors) : acceptance_(std::move(priors)), name_(name) {}
+  // `name` is the kind's, `priors` those of its sorts of guesses; a `length` is drafted whether it pays or not.
+  Drafts(const char* name, std::vector<double> priors, std::optional<size_t> length)
+      : acceptance_(std::move(priors)), pace_(length.has_value()), name_(name), most_(length.value_or(kMostDrafted)) {}
   virtual ~Drafts() = default;
 
   void read_prompt(double seconds) { pace_.wait(seconds); }
@@ -186,7 +236,7 @@ class Drafts {
   // Tokens to verify behind `text`, at most `most`; none where a plain step is expected to be as fast.
   Tokens draft(const Tokens& text, const Tokens& ends, size_t most) {
     guess_ = Guess();
-    most = std::min(most, kMostDrafted);
+    most = std::min(most, most_);
     if (most == 0 || !pace_.may_draft()) return {};
     auto begin = Pace::Clock::now();
     guess_ = guess(text, ends, most);
@@ -227,6 +277,7 @@ class Drafts {
 
  private:
   const char* name_;
+  size_t most_;
 };
 
 }  // namespace speculation
