@@ -67,8 +67,8 @@ def write_llama(
     from compressor.graph.model import weight_bytes
     from compressor.pipeline.context import Context
 
-    def write(*passes: Any, speculates: bool = False) -> Path:
-        sizes = {"vocab_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    def write(*passes: Any, speculates: bool = False, layers: int = 1) -> Path:
+        sizes = {"vocab_size": 64, "intermediate_size": 64, "num_hidden_layers": layers, "num_attention_heads": 2}
         graph = capture(random_llama(**sizes, max_position_embeddings=POSITIONS, initializer_range=0.3))
         # It goes on to the last position.
         graph.meta["model"] = dataclasses.replace(graph.meta["model"], eos_ids=(), speculates=speculates)
@@ -94,6 +94,17 @@ def packed_bundle(write_llama: Callable[..., Path]) -> Path:
     from compressor.passes.rtn import Rtn
 
     return write_llama(Rtn("W4A8_G32"), KvCache("INT8"), speculates=True)
+
+
+@pytest.fixture(scope="module")
+def uneven_bundle(write_llama: Callable[..., Path]) -> Path:
+    """Its layers have unlike heads of keys, widths, and linears in their place."""
+    from uneven_models import Uneven
+
+    from compressor.passes.rtn import Rtn
+
+    uneven = Uneven(("kv_heads:1", "width:0.5", "linear", "linear", "kv_heads:1", "as_is"))
+    return write_llama(uneven, Rtn("W8A16"), layers=3)
 
 
 class AddHeads:
@@ -148,6 +159,14 @@ def test_ids_and_logits_are_those_of_the_python_run_time(
     assert done.stdout == ",".join(map(str, expected)) + "\n"
     logits = np.fromfile(tmp_path / "logits", np.float32)
     assert np.array_equal(logits, python.session().step([PROMPT])[0, -1])
+
+
+def test_layers_that_are_not_alike_run_as_in_python(runner: Runner, uneven_bundle: Path, tmp_path: Path) -> None:
+    python = load(uneven_bundle, threads=1)
+    done = runner(uneven_bundle, PROMPT, "--max-tokens", 12, "--threads", 1, "--logits", tmp_path / "logits")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == ",".join(map(str, python.generate_ids(PROMPT, max_tokens=12))) + "\n"
+    assert np.array_equal(np.fromfile(tmp_path / "logits", np.float32), python.session().step([PROMPT])[0, -1])
 
 
 def test_generation_ends_before_an_end_of_sequence(runner: Runner, copy: Path) -> None:

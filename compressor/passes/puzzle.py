@@ -1,14 +1,16 @@
 """Search an architecture: which attentions and feed-forward networks stay, and how wide, under limits of time and size.
 
-    space -> scores of single changes -> costs of each on the target -> integer programme -> the best of a pool
+    space -> weights of each alternative -> scores of single changes -> costs of each on the target
+          -> integer programme, one scenario after the other -> the best of a pool
 
 After Puzzle (Bercovich et al. 2024, arXiv 2411.19146).  Channels are sorted by importance once, each width is a prefix,
-and what reads it is refitted.  The chosen graph is dense and smaller: let `distill` follow, and passes that pack.
+and what reads it is refitted, then trained.  The chosen graph is dense and smaller: let `distill` follow, and passes
+that pack.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -16,23 +18,28 @@ from torch.fx import GraphModule
 from compressor.errors import UsageError
 from compressor.graph.kinds.carried import KEPT
 from compressor.graph.model import ModelInfo
+from compressor.host.digests import digest
 from compressor.numerics.sparsity.column_removal import Importance
 from compressor.pipeline.context import Context
-from compressor.pipeline.pipeline import Pass
+from compressor.pipeline.pipeline import Pass, TrainingNeeds
 from compressor.pipeline.site_plan import SitePlan, plan_untouched
 from compressor.pipeline.sites import choose_format
-from compressor.pipeline.structured.architecture import Parts, amounts, build, find_parts, naming, sort_parts
-from compressor.pipeline.structured.architecture_scores import Scores
-from compressor.pipeline.structured.architecture_search import Search, search
+from compressor.pipeline.structured.architecture import Parts, amounts, build, find_parts, naming
+from compressor.pipeline.structured.architecture_scores import Scores, check_held_out
+from compressor.pipeline.structured.architecture_search import Depth, Search, rank_removals, search
+from compressor.pipeline.structured.architecture_starts import sort_parts
 from compressor.recipe.gates import parse_amount
 from compressor.search.front import check_limits, lowered
 from compressor.search.knapsack import require_solver
 from compressor.search.programme import Limit, check_reachable
+from compressor.search.scenarios import scenarios
 from compressor.search.space import Space, alternatives
-from compressor.training.settings import split
+from compressor.training.candidates import train_candidates
+from compressor.training.settings import Settings, split
 
 _NAME = "puzzle"
 _LIMITS = ("latency", "weight_bytes", "cache_bytes", "parameters")
+_OF_CHOICE = {*_LIMITS, "scheme", "depth", "pool", "budgets"}  # options that decide no weights of alternatives
 
 
 @dataclass(frozen=True)
@@ -49,12 +56,19 @@ class Puzzle(Pass):
             as ``4 MB``.
         cache_bytes: of keys and values of one token; a number.
         parameters: a number of them.
-        attention: what may stand in the place of an attention beside itself: ``none``.
-        ffn: the same of a feed-forward network: ``width:`` and a share of its channels, ``none``.
+        attention: what may stand in the place of an attention beside itself: ``heads:`` and a share of its query heads,
+            ``kv_heads:`` and a number of heads of keys, the same in all attentions that stay, ``linear``, ``none``.
+        ffn: the same of a feed-forward network: ``width:`` and a share of its channels, ``linear``, ``none``.
         scheme: format that a later pass gives the blocks' linears, for times and bytes; none leaves them dense.
         multiple: widths are rounded up to a multiple of this, which kernels like.
         importance: how channels are sorted, as in `ffn_prune`.
         held_out: share of the samples that scores are measured on; the same as `distill` holds out by default.
+        steps: train each sub-layer's alternatives together so often before they are scored; 0 leaves them as least
+            squares found them.
+        batch: samples of such a step.
+        learning_rate: at its highest.
+        depth: how the sub-layers that go are ranked, one after the other, as in `skip_layers`: each number of them is a
+            scenario of the programme, beside those that go by their scores; ``none`` has no such scenarios.
         keep_first: blocks at the beginning of which nothing goes as a whole.
         keep_last: the same at the end.
         pool: architectures of the programme that are scored as wholes, each two sub-layers from the others.
@@ -73,6 +87,10 @@ class Puzzle(Pass):
     multiple: int = 32
     importance: Importance = "obs"
     held_out: float = 0.1
+    steps: int = 0
+    batch: int = 4
+    learning_rate: float = 1e-3
+    depth: Depth = "perplexity"
     keep_first: int = 1
     keep_last: int = 1
     pool: int = 3
@@ -87,6 +105,16 @@ class Puzzle(Pass):
             raise UsageError(f"{_NAME}: held_out {self.held_out:g} is not a share of the samples between 0 and 1")
         if self.scheme is not None:
             choose_format(self.scheme)
+        if self.steps < 0:
+            raise UsageError(f"{_NAME}: steps {self.steps} is below 0")
+        with naming(_NAME):
+            self._settings()
+
+    def _settings(self) -> Settings:
+        every = max(1, self.steps // 4)
+        return Settings(
+            steps=max(1, self.steps), batch=self.batch, learning_rate=self.learning_rate, evaluate_every=every
+        )
 
     def _space(self, graph: GraphModule) -> tuple[Parts, Space, dict[str, Limit]]:
         """Return the sub-layers, what may stand in the place of each, and the limits but for time's."""
@@ -109,9 +137,15 @@ class Puzzle(Pass):
         return False
 
     def sample_runs(self, graph: GraphModule) -> float:
-        """Return the runs of all samples: one to sort, and half a run of those held out for each alternative."""
+        """Return the runs of all samples: to sort, to train, and half a run of those held out for each alternative."""
         _, space, _ = self._space(graph)
-        return 1 - self.held_out + self.held_out * (1 + sum(len(row) - 1 for row in space) / 2)
+        fitted = (1 - self.held_out) * (2 if self.steps else 1)
+        return fitted + self.held_out * (1 + sum(len(row) - 1 for row in space) / 2)
+
+    @property
+    def training(self) -> TrainingNeeds | None:
+        """Return what it takes forwards and backwards, as if each step took one alternative of every sub-layer."""
+        return TrainingNeeds(self.steps * self.batch, self.batch, True) if self.steps else None
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:
         """Refuse other models than decoders, an empty space, and limits that no architecture of it meets."""
@@ -136,12 +170,20 @@ class Puzzle(Pass):
         parts, space, limits = self._checked(graph)
         assert isinstance(ids, Tensor)  # of a decoder of text
         held, fitted = split(ids, self.held_out, ctx.seed)
-        order = sort_parts(graph, ctx, parts, space, fitted, self.importance)
-        fmt = None if self.scheme is None else choose_format(self.scheme)
         with naming(_NAME):
-            scores = Scores(graph, parts.layers, order, held)
-        given = Search(_NAME, parts, space, order, scores, limits, self.latency, fmt, self.budgets)
-        build(graph, ctx, _NAME, parts, search(graph, ctx, given, self.pool), order)
+            check_held_out(held)
+        starts, fmt = sort_parts(graph, ctx, parts, space, fitted, self.importance), None
+        options = {name: value for name, value in asdict(self).items() if name not in _OF_CHOICE}
+        if self.steps:
+            key = digest(ctx.state, _NAME, options, ctx.calibration(_NAME).sha256, ctx.seed)
+            starts = train_candidates(graph, ctx, _NAME, parts, space, starts, fitted, self._settings(), key)
+        if self.scheme is not None:
+            fmt = choose_format(self.scheme)
+        scores = Scores(graph, parts.layers, starts, held)
+        ranked = rank_removals(graph, ctx, _NAME, parts, space, fitted[: len(held)], self.depth)
+        turns = scenarios(parts.layers, space, ranked)
+        given = Search(_NAME, parts, space, starts, scores, limits, self.latency, fmt, self.budgets, turns, options)
+        build(graph, ctx, _NAME, parts, search(graph, ctx, given, self.pool), starts)
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:

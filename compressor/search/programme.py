@@ -9,7 +9,7 @@ Solved by HiGHS through :func:`scipy.optimize.milp`.  Puzzle (arXiv 2411.19146, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compressor.errors import UsageError
 from compressor.search.knapsack import amount, solve
@@ -75,6 +75,30 @@ def choose(costs: Rows, limits: Mapping[str, Limit], excluded: Sequence[Sequence
     if picked is None and not excluded:
         raise UsageError("; ".join(_together(limits)))
     return picked
+
+
+def restricted(
+    costs: Rows, limits: Mapping[str, Limit], allowed: Sequence[Sequence[int]], excluded: Sequence[Sequence[int]] = ()
+) -> list[int] | None:
+    """Return as :func:`choose`, among some of each item's alternatives.
+
+    Args:
+        allowed: places of each item's alternatives that may be chosen.
+    Raises:
+        UsageError: as :func:`choose`.
+    """
+
+    def of(rows: Rows) -> list[list[float]]:
+        return [[row[place] for place in places] for row, places in zip(rows, allowed, strict=True)]
+
+    left = {name: replace(limit, sizes=of(limit.sizes)) for name, limit in limits.items()}
+    known = [[_place(one, places) for one, places in zip(each, allowed, strict=True)] for each in excluded]
+    picked = choose(of(costs), left, known)
+    return None if picked is None else [places[one] for one, places in zip(picked, allowed, strict=True)]
+
+
+def _place(one: int, places: Sequence[int]) -> int:
+    return places.index(one) if one in places else -1  # which no choice has
 
 
 def check_reachable(limits: Mapping[str, Limit]) -> None:

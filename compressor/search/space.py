@@ -1,7 +1,7 @@
 """Describe a search space of architectures as data: sub-layers of a model, and what may stand in the place of each.
 
-    block 3: attention   as_is | none
-             ffn         as_is | width:0.75 | width:0.5 | none       channels are sorted: each width is a prefix
+    block 3: attention   as_is | heads:0.5 | kv_heads:2 | linear | none
+             ffn         as_is | width:0.75 | width:0.5 | linear | none      channels are sorted: each width is a prefix
 
 An alternative is a class in a file of :mod:`compressor.search.alternatives`, or an entry point in the group
 ``compressor.search.alternatives``.
@@ -14,9 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from compressor.errors import UsageError
 from compressor.graph.blocks import Branch
@@ -35,27 +37,89 @@ AS_IS = "as_is"
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Inner channels of a sub-layer, or heads, of which some can go.
+
+    Attributes:
+        family: where they lie.
+        readers: linears whose columns they are, in dataflow order.
+    """
+
+    family: Family
+    readers: tuple[Site, ...]
+
+    @property
+    def runs(self) -> int:
+        """Number of runs of channels that have to lose as many as one another."""
+        return self.family.groups or 1
+
+    def gone(self, kept: Tensor) -> NDArray[np.int64]:
+        """Return the channels that go, where those of these numbers stay."""
+        return np.setdiff1d(np.arange(self.family.count), kept.numpy())
+
+    def first(self, count: int) -> Tensor:
+        """Return the first ``count`` channels, as many of each run, int64 [count]."""
+        size, left = self.family.count // self.runs, count // self.runs
+        return (size * torch.arange(self.runs)[:, None] + torch.arange(left)).flatten()
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """Say where one linear can stand in the place of all of a sub-layer but its first norm.
+
+    Attributes:
+        name: of the linear.
+        source: what it reads, [..., in].
+        term: what is added to the residual stream, [..., out].
+        weight: name of a weight of the sub-layer, whose type its own gets.
+    """
+
+    name: str
+    source: Node
+    term: Node
+    weight: str
+
+    def dtype(self, graph: GraphModule, name: str) -> torch.dtype | None:
+        """Return the type of a parameter of its own, or None for others: a bias is float32, as all vectors are."""
+        if not name.startswith(f"{self.name}."):
+            return None
+        return torch.float32 if name.endswith(".bias") else graph.get_parameter(self.weight).dtype
+
+
+@dataclass(frozen=True)
 class SubLayer:
     """Hold one attention or feed-forward network of a model, in whose place others may stand.
 
     Attributes:
         name: for people.
         branch: where it is added to the residual stream.
-        family: its inner channels; None where it has none that can go, or several families.
-        readers: linears whose columns these channels are, in dataflow order.
+        cuts: its ``channels``, or ``groups`` of heads and ``query_heads``, where they can go and are one family.
+        mapped: where a linear can stand in its place, or why it cannot.
+        heads: of keys in its caches; 0 where it has none.
         is_kept: it may not go as a whole.
     """
 
     name: str
     branch: Branch
-    family: Family | None = None
-    readers: tuple[Site, ...] = ()
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    mapped: Mapped | str = ""
+    heads: int = 0
     is_kept: bool = False
 
-    @property
-    def channels(self) -> int:
-        """Number of inner channels; 0 where none can go."""
-        return 0 if self.family is None else self.family.count
+    def cut(self, one: Alternative) -> Cut | None:
+        """Return what an alternative takes channels of; None where it takes none."""
+        return None if one.channels is None else self.cuts[one.of_what]
+
+    def readers(self, one: Alternative) -> tuple[Site, ...]:
+        """Return the linears whose columns go in an alternative."""
+        cut = self.cut(one)
+        return () if cut is None else cut.readers
+
+    def heads_left(self, one: Alternative) -> int:
+        """Return the heads of keys that are left in its caches; 0 where caches go."""
+        if not one.stays or one.is_linear:
+            return 0
+        return one.channels if one.channels is not None and one.of_what == "groups" else self.heads
 
 
 class Alternative(ABC):
@@ -79,9 +143,19 @@ class Alternative(ABC):
         """Name it among a sub-layer's alternatives."""
 
     @property
+    def of_what(self) -> str:
+        """What it keeps some of: ``channels``, ``groups`` of heads, or ``query_heads``."""
+        return "channels"
+
+    @property
     def channels(self) -> int | None:
-        """Number of inner channels that stay, the most important ones; None if all do."""
+        """Number of these that stay, the most important ones; None if all do."""
         return None
+
+    @property
+    def is_linear(self) -> bool:
+        """Tell whether one linear stands in the place of all but the first norm."""
+        return False
 
     @property
     def stays(self) -> bool:
@@ -112,10 +186,22 @@ def alternatives(layers: Sequence[SubLayer], wanted: Mapping[str, Sequence[str]]
             else:
                 found.setdefault(made.label, made)
         space.append(list(found.values()))
+    _drop_uneven(layers, space, reasons)
     if all(len(row) < 2 for row in space):
         why = "; ".join(reasons[:3]) or "name some in `attention` and `ffn`"
         raise UsageError(f"the search space is empty: no sub-layer has an alternative to what it is: {why}")
     return space
+
+
+def _drop_uneven(layers: Sequence[SubLayer], space: list[list[Alternative]], reasons: list[str]) -> None:
+    """Drop numbers of cached heads that not every attention can have: all caches of a bundle have as many."""
+    cached = [(layer, row) for layer, row in zip(layers, space, strict=True) if layer.heads]
+    for heads in sorted({layer.heads_left(one) for layer, row in cached for one in row} - {0}):
+        short = [layer.name for layer, row in cached if heads not in map(layer.heads_left, row)]
+        for layer, row in cached if short else ():
+            if dropped := [one for one in row if layer.heads_left(one) == heads and one.label != AS_IS]:
+                reasons.append(f"{layer.name}: {dropped[0].label}: {short[0]} cannot have as many heads in its cache")
+                row[:] = [one for one in row if one not in dropped]
 
 
 def uniform(layers: Sequence[SubLayer], space: Space) -> list[list[int]]:
@@ -139,19 +225,23 @@ def _place(row: Sequence[Alternative], label: str) -> int:
 
 
 @dataclass(frozen=True)
-class Sorted:
-    """Hold how a sub-layer's channels lie once the most important are first, and what reads only some of them.
+class Start:
+    """Hold how an alternative of a sub-layer is built: which channels stay, and its weights.
 
     Attributes:
-        order: the channels, the most important first, int64 [channels].
-        refits: number of channels that stay -> weight of each reader, by site, float32 [out, in], sorted and with zeros
-            behind these channels.
-        errors: the same -> relative squared error of each reader's outputs.
+        kept: numbers of the channels that stay, rising, int64; none of a linear that stands for all.
+        weights: by parameter, float32, in the shapes that they have once the architecture is built; others stay.
+        errors: by site, relative squared error of its outputs on the samples that the weights were fitted to; of
+            trained weights, of the state behind the sub-layer on samples that are held out.
     """
 
-    order: Tensor
-    refits: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
-    errors: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    kept: Tensor
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    errors: Mapping[str, float] = field(default_factory=dict)
+
+
+Starts = Sequence[Mapping[str, Start]]
+"""Of each sub-layer, by the label of an alternative."""
 
 
 def sorted_axis(entries: Tensor, order: Tensor, size: int) -> Tensor:
@@ -177,15 +267,46 @@ def sort_channels(graph: GraphModule, family: Family, order: Tensor) -> None:
         set_tensor(graph, name, value.index_select(axis, index.to(value.device)).contiguous())
 
 
-def shorten(dependencies: Dependencies, layers: Sequence[SubLayer], chosen: Sequence[Alternative]) -> None:
-    """Take away the channels behind each prefix that stays, in place.
+def _left(cut: Cut, kept: Tensor, name: str, axis: int, size: int) -> Tensor:
+    """Return the entries of a parameter's axis that are left, rising, int64."""
+    left = torch.ones(size, dtype=torch.bool)
+    if (name, axis) in cut.family.places:
+        left[torch.from_numpy(cut.family.places[name, axis][cut.gone(kept)].flatten())] = False
+    return left.nonzero()[:, 0]
+
+
+def physical(value: Tensor, name: str, cut: Cut, kept: Tensor) -> Tensor:
+    """Return a parameter without the channels that go.
 
     Args:
-        dependencies: of the graph whose families the sub-layers hold, sorted.
+        kept: numbers of the channels that stay.
     """
-    gone = []
-    for layer, one in zip(layers, chosen, strict=True):
-        if one.channels is not None and layer.family is not None and one.stays:
-            gone.append((layer.family, torch.arange(one.channels, layer.channels).numpy()))
-    if gone:
-        dependencies.remove(gone)
+    for axis in range(value.dim()):
+        if (name, axis) in cut.family.places:
+            value = value.index_select(axis, _left(cut, kept, name, axis, value.shape[axis]))
+    return value
+
+
+def padded(part: Tensor, whole: Tensor, name: str, cut: Cut, kept: Tensor) -> Tensor:
+    """Return a parameter of the whole shape for one without the channels that go, which nothing reads then.
+
+    Args:
+        whole: what is in the place of rows that go; columns that go are zero.
+    """
+    full = part.new_zeros(whole.shape) if (name, 1) in cut.family.places else whole.to(part.dtype).clone()
+    axes = range(whole.dim())
+    index = [_left(cut, kept, name, axis, whole.shape[axis]) for axis in axes]
+    full[tuple(one.view(-1, *[1] * (whole.dim() - 1 - axis)) for axis, one in zip(axes, index, strict=True))] = part
+    return full
+
+
+def shorten(graph: GraphModule, gone: Sequence[tuple[Cut, str, Tensor]]) -> None:
+    """Take channels away, in place: of each sub-layer all but those that stay.
+
+    Args:
+        gone: channels, what they are (:attr:`Alternative.of_what`), and the numbers of those that stay.
+    """
+    for by_query in (False, True):
+        chosen = [(cut.family, cut.gone(kept)) for cut, what, kept in gone if (what == "query_heads") == by_query]
+        if chosen:
+            Dependencies(graph, by_query).remove(chosen)

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from compressor.errors import UsageError
-from compressor.search.programme import Limit, choose
+from compressor.search.programme import Limit, choose, restricted
 
 COUNTS = (2, 4, 3, 2, 4)
 EVERY = list(itertools.product(*(range(count) for count in COUNTS)))
@@ -42,6 +42,23 @@ def test_choices_are_those_of_brute_force(seed: int) -> None:
         if not within:
             assert found and picked is None
             break
+        assert picked is not None and tuple(picked) in within
+        assert cost(costs, picked) == pytest.approx(min(cost(costs, one) for one in within), rel=1e-9)
+        found.append(picked)
+
+
+def test_restricted_choices_are_those_of_brute_force() -> None:
+    costs, seconds, _ = problem(1)
+    limits = {"latency": Limit(seconds, 1e-3, 0.9e-3, " s")}
+    allowed, found = [(0, 1), (1, 3), (2,), (0, 1), (0, 2, 3)], list[list[int]]()
+    for _ in range(2):
+        within = [
+            one
+            for one in itertools.product(*allowed)
+            if limits["latency"].allows(one)
+            and all(sum(a != b for a, b in zip(one, other, strict=True)) >= 2 for other in found)
+        ]
+        picked = restricted(costs, limits, allowed, found)
         assert picked is not None and tuple(picked) in within
         assert cost(costs, picked) == pytest.approx(min(cost(costs, one) for one in within), rel=1e-9)
         found.append(picked)

@@ -63,7 +63,7 @@ def _largest(values: Tensor, count: int, groups: int) -> Tensor:
 def _obs_losses(W: Tensor, H: Tensor, columns: Tensor) -> Tensor:
     """Return what removing each channel alone costs after the others are refitted: tr(W_g [H^-1]_gg^-1 W_g^T)."""
     flat = columns.flatten()
-    R = _inverse_factor(H[flat][:, flat])  # H^-1 = R^T R
+    R = inverse_factor(H[flat][:, flat])  # H^-1 = R^T R
     of_channels = R.t().reshape(*columns.shape, -1)
     blocks = of_channels @ of_channels.transpose(1, 2)  # [channels, k, k]
     refitted = W.t()[flat].reshape(*columns.shape, -1)  # [channels, k, out]
@@ -71,7 +71,7 @@ def _obs_losses(W: Tensor, H: Tensor, columns: Tensor) -> Tensor:
     return losses
 
 
-def _inverse_factor(H: Tensor) -> Tensor:
+def inverse_factor(H: Tensor) -> Tensor:
     """Return upper R with (H + D)^-1 = R^T R, D the dampening, ten times larger as long as the factorisation fails."""
     mean = float(torch.diagonal(H).mean()) or 1.0
     try:
@@ -100,7 +100,7 @@ def refit_columns(weight: Tensor, hessian: Tensor, kept: Tensor) -> Tensor:
         CompressorError: the Hessian is not positive definite, even when it is dampened.
     """
     W, H = weight.double(), hessian.double()
-    R = _inverse_factor(H[kept][:, kept])
+    R = inverse_factor(H[kept][:, kept])
     plain, refitted = only_columns(W, kept), torch.zeros_like(W)
     # W' - W_K = W_rest H[rest, K] H[K, K]^-1: the dampening then draws towards the weight, not towards zero.
     refitted[:, kept] = W[:, kept] + product(product(product(W - plain, H[:, kept]), R.t()), R)

@@ -1,4 +1,4 @@
-"""Build architectures of a search space: find sub-layers, sort and refit their channels, build a choice, count it.
+"""Build architectures of a search space: find sub-layers, build a choice, count it.
 
 Invariant of a build: the smaller graph's outputs are those of the whole one with zeros in the place of what went.
 """
@@ -6,39 +6,38 @@ Invariant of a build: the smaller graph's outputs are those of the whole one wit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 import compressor.ops  # noqa: F401  (registers the operators)
-from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
-from compressor.calibration.statistics import Hessian
 from compressor.errors import UsageError
 from compressor.formats.cache import cache_bytes_per_token
 from compressor.formats.format import Format
-from compressor.graph.blocks import find_blocks, remove_branches
-from compressor.graph.dependencies.channels import Dependencies
+from compressor.graph.blocks import Branch, find_blocks, remove_branches
+from compressor.graph.caches import drop_unread_caches
 from compressor.graph.model import ModelInfo, clone_graph, weight_bytes
-from compressor.graph.rewrite import replace_linear, set_parameter
-from compressor.graph.sites import linear_sites
+from compressor.graph.residual import is_sum
+from compressor.graph.rewrite import drop_dead_parameters, replace_linear, set_parameter
+from compressor.graph.sites import Site, linear_sites
 from compressor.numerics.nearest import rtn_quantize
-from compressor.numerics.products.deterministic import quadratic
-from compressor.numerics.sparsity.column_removal import Importance, choose_channels, refit_columns
-from compressor.pipeline.context import Context
-from compressor.pipeline.sites import change_site, error_context
-from compressor.pipeline.structured.channels import Channels, inner_channels, record_removal, weight_bytes_of
+from compressor.pipeline.context import Context, SiteRecord
+from compressor.pipeline.sites import change_site
+from compressor.pipeline.structured.channels import Channels, What, inner_channels, record_removal, weight_bytes_of
 from compressor.pipeline.structured.layer_ranking import Layer
 from compressor.pipeline.structured.layers import find_layers, remove_layers
-from compressor.search.space import Alternative, Sorted, Space, SubLayer, shorten, sort_channels, sorted_axis
+from compressor.search.space import Alternative, Cut, Mapped, Space, Start, Starts, SubLayer, padded, shorten
 
 Picks: TypeAlias = "Sequence[Alternative]"
 """The alternative that is taken for each sub-layer."""
 _CACHED = (torch.ops.compressor.cached_attention.default, torch.ops.compressor.packed_attention.default)
+_WHATS: tuple[What, ...] = ("channels", "groups", "query_heads")
+_LINEAR = "torch.nn.modules.linear.Linear"
 
 
 @dataclass(frozen=True)
@@ -46,16 +45,14 @@ class Parts:
     """Hold the sub-layers of one graph.
 
     Attributes:
-        dependencies: of the graph.
         layers: in dataflow order.
         removable: the same, as what can be removed.
-        channels: the inner channels of each; None where it has none of its own.
+        channels: what can go of each, by kind: as its cuts, with the linears' names.
     """
 
-    dependencies: Dependencies
     layers: list[SubLayer]
     removable: list[Layer]
-    channels: list[Channels | None]
+    channels: list[dict[str, Channels]]
 
 
 @contextmanager
@@ -68,135 +65,167 @@ def naming(pass_name: str) -> Iterator[None]:
 
 
 def find_parts(graph: GraphModule, pass_name: str, keep_first: int, keep_last: int) -> Parts:
-    """Find the attentions and feed-forward networks of a model, and the inner channels of each.
+    """Find the attentions and feed-forward networks of a model, and the channels and heads of each.
 
     Raises:
         UsageError: the model has no blocks, or weights of it are packed.
     """
     removable = find_layers(graph, pass_name, "either", keep_first, keep_last)
-    dependencies, families, _ = inner_channels(graph, "channels")
+    families = {what: inner_channels(graph, what)[1] for what in _WHATS}
     sites = {site.name: site for site in linear_sites(graph)}
-    layers, channels = list[SubLayer](), list[Channels | None]()
+    layers, channels = list[SubLayer](), list[dict[str, Channels]]()
     for layer in removable:
         (branch,) = layer.branches
-        inside = set(branch.nodes)
-        own = [one for one in families if all(sites[name].node in inside for name in one.names)]
-        only = own[0] if len(own) == 1 and branch.part == "ffn" else None
-        readers = () if only is None else tuple(sites[name] for name in only.readers)
-        family = None if only is None else only.family
-        layers.append(SubLayer(layer.name, branch, family, readers, layer.is_kept))
-        channels.append(only)
-    return Parts(dependencies, layers, removable, channels)
+        inside, own = set(branch.nodes), dict[str, Channels]()
+        for what in _WHATS:
+            mine = [one for one in families[what] if all(sites[name].node in inside for name in one.names)]
+            if len(mine) == 1 and (what == "channels") == (branch.part == "ffn"):
+                own[what] = mine[0]
+        cuts = {what: Cut(one.family, tuple(sites[name] for name in one.readers)) for what, one in own.items()}
+        heads = {int(node.args[1].meta["val"].shape[1]) for node in branch.nodes if node.target in _CACHED}  # type: ignore[union-attr]
+        mapped = _mapped(branch, [site for site in sites.values() if site.node in inside])
+        layers.append(SubLayer(layer.name, branch, cuts, mapped, max(heads, default=0), layer.is_kept))
+        channels.append(own)
+    return Parts(layers, removable, channels)
 
 
-def sort_parts(
-    graph: GraphModule, ctx: Context, parts: Parts, space: Space, ids: Tensor, importance: Importance
-) -> list[Sorted | None]:
-    """Sort the inner channels of each sub-layer by importance, in place, and refit what reads each prefix.
-
-    Of each number of channels the most important of those of the next larger number stay, as `ffn_prune` chooses them;
-    what reads them is refitted by least squares to the outputs that it had.
-
-    Args:
-        ids: samples, int64 [samples, sequence].
-    """
-    wanted = [sorted({one.channels for one in row if one.channels is not None}, reverse=True) for row in space]
-    found: list[Sorted | None] = [None] * len(wanted)
-    owners = {layer.readers[0].name: i for i, layer in enumerate(parts.layers) if wanted[i]}
-    names = {site.name for i in owners.values() for site in parts.layers[i].readers}
-    sites = [site for site in linear_sites(graph) if site.name in names]
-    options = CalibrationOptions(true_sequential=False, spill=ctx.spill)
-    for group, statistic in CalibrationRun(graph, ids, sites, Hessian, options).groups():
-        i = owners[group[0].name]
-        with error_context(group[0]):
-            found[i] = _sorted(graph, parts.layers[i], wanted[i], statistic.value, importance)
-    for layer, one in zip(parts.layers, found, strict=True):
-        if one is not None and layer.family is not None:
-            sort_channels(graph, layer.family, one.order)
-    return found
+def _mapped(branch: Branch, sites: Sequence[Site]) -> Mapped | str:
+    """Return where a linear can stand in the place of a branch, or why it cannot."""
+    if branch.reason or branch.crosses:
+        return branch.reason or "it reads another stream as well"
+    if not sites or sites[0].input is branch.entry or sites[0].input.meta["val"].dim() != 3:
+        return "no norm stands in front of its first linear, whose output a linear could read"
+    terms = branch.terms or tuple(node for node in branch.sum.all_input_nodes if node is not branch.entry)
+    if len(terms) != 1 or not is_sum(branch.sum) or terms[0].meta["val"].dim() != 3:
+        return "it adds more than one tensor to the stream"
+    name = f"{branch.name}.mapped" if branch.name else f"{branch.sum.name}_mapped"
+    return Mapped(name, sites[0].input, terms[0], sites[0].weight_name)
 
 
-def _sorted(
-    graph: GraphModule, layer: SubLayer, counts: Sequence[int], hessian: Tensor, importance: Importance
-) -> Sorted:
-    assert layer.family is not None
-    first = layer.readers[0]
-    entries = torch.from_numpy(layer.family.places[first.weight_name, 1])
-    weights = {site.name: graph.get_parameter(site.weight_name).detach().float() for site in layer.readers}
-    kept, behind = torch.arange(layer.channels), list[Tensor]()
-    prefixes: dict[int, Tensor] = {}
-    for count in counts:
-        chosen = kept[choose_channels(torch.cat([*weights.values()]), hessian, entries[kept], count, importance)]
-        behind.insert(0, kept[~torch.isin(kept, chosen)])
-        kept = prefixes[count] = chosen
-    order = torch.cat([kept, *behind])
-    index = sorted_axis(entries, order, first.in_features)
-    refits: dict[int, dict[str, Tensor]] = {}
-    errors: dict[int, dict[str, float]] = {}
-    for count, channels in prefixes.items():
-        columns = entries[channels].flatten().sort().values
-        for name, weight in weights.items():
-            refitted = refit_columns(weight, hessian, columns)
-            error, norm = (float(quadratic(each.double(), hessian)) for each in (weight - refitted, weight))
-            refits.setdefault(count, {})[name] = refitted[:, index]
-            errors.setdefault(count, {})[name] = error / norm if norm > 0 else 0.0
-    return Sorted(order, refits, errors)
-
-
-def masked(graph: GraphModule, layers: Sequence[SubLayer], picks: Picks, order: Sequence[Sorted | None]) -> GraphModule:
-    """Return a graph that computes what an architecture does, with zeros in place of channels: shapes stay."""
+def masked(graph: GraphModule, layers: Sequence[SubLayer], picks: Picks, starts: Starts) -> GraphModule:
+    """Return a graph that computes what an architecture does, with zeros in place of channels: their shapes stay."""
     changed = clone_graph(graph)
-    gone = set()
-    for layer, one, found in zip(layers, picks, order, strict=True):
+    gone, linears = set(), list[tuple[Mapped, Start]]()
+    for layer, one, known in zip(layers, picks, starts, strict=True):
+        cut = layer.cut(one)
         if not one.stays:
             gone.add((layer.branch.sum.name, layer.branch.part))
-        elif one.channels is not None:
-            assert found is not None
-            for site in layer.readers:
-                dtype = graph.get_parameter(site.weight_name).dtype
-                set_parameter(changed, site.weight_name, found.refits[one.channels][site.name].to(dtype))
+        elif one.is_linear:
+            assert isinstance(layer.mapped, Mapped)
+            linears.append((layer.mapped, known[one.label]))
+        elif cut is not None:
+            _set_padded(changed, cut, known[one.label])
     branches = [branch for block in find_blocks(changed) for branch in block.branches] if gone else []
     remove_branches(changed, [branch for branch in branches if (branch.sum.name, branch.part) in gone])
+    _put_linears(changed, linears)
     changed.recompile()
     return changed
 
 
-def build(
-    graph: GraphModule, ctx: Context, pass_name: str, parts: Parts, picks: Picks, order: Sequence[Sorted | None]
-) -> None:
+def _set_padded(graph: GraphModule, cut: Cut, start: Start, but: Sequence[str] = ()) -> None:
+    """Set the weights of an alternative in their old shapes, but for some."""
+    for name, value in start.weights.items():
+        old = graph.get_parameter(name).detach()
+        if name not in but:
+            set_parameter(graph, name, padded(value, old, name, cut, start.kept).to(old.dtype))
+
+
+def _put_linears(graph: GraphModule, linears: Sequence[tuple[Mapped, Start]]) -> None:
+    """Put linears in the place of sub-layers; what nothing reads any more goes."""
+    by_name = {node.name: node for node in graph.graph.nodes}
+    for mapped, start in linears:
+        source, term = by_name[mapped.source.name], by_name[mapped.term.name]
+        held = list[Node]()
+        with graph.graph.inserting_before(term):
+            for leaf in ("weight", "bias"):
+                name = f"{mapped.name}.{leaf}"
+                set_parameter(graph, name, start.weights[name].to(mapped.dtype(graph, name)))
+                held.append(graph.graph.get_attr(name))
+                held[-1].meta["val"] = graph.get_parameter(name)
+            new = graph.graph.call_function(torch.ops.compressor.dense_linear.default, (source, *held))
+        new.meta = {"val": term.meta["val"], "nn_module_stack": {mapped.name: (mapped.name, _LINEAR)}}
+        term.replace_all_uses_with(new)
+    if linears:
+        drop_unread_caches(graph)
+        drop_dead_parameters(graph)
+
+
+def build(graph: GraphModule, ctx: Context, pass_name: str, parts: Parts, picks: Picks, starts: Starts) -> None:
     """Make a graph the architecture, in place, dense and smaller, and record each linear that changes."""
+    chosen = list(zip(parts.layers, parts.channels, picks, starts, strict=True))
     before, begin = weight_bytes_of(graph), len(ctx.records)
-    removed = []
-    for layer, channels, one, found in zip(parts.layers, parts.channels, picks, order, strict=True):
-        if one.channels is None or not one.stays:
-            continue
-        assert channels is not None
-        removed.append((channels, layer.channels - one.channels))
-        if found is None:
-            continue
-        for site in layer.readers:
-            weight = found.refits[one.channels][site.name].to(graph.get_parameter(site.weight_name).dtype)
-            error = found.errors[one.channels][site.name]
-            change_site(graph, ctx, site, weight, pass_name, error=error, error_of="output")
-    shorten(parts.dependencies, parts.layers, picks)
-    record_removal(graph, ctx, pass_name, begin, removed, before)
     remove_layers(graph, ctx, pass_name, [layer for layer, one in zip(parts.removable, picks, strict=True)
                                           if not one.stays])  # fmt: skip
+    linears = [(layer.mapped, known[one.label]) for layer, _, one, known in chosen if one.is_linear]
+    _put_linears(graph, [(mapped, start) for mapped, start in linears if isinstance(mapped, Mapped)])
+    errors = {name: error for _, start in linears for name, error in start.errors.items()}
+    _record_linears(graph, ctx, pass_name, begin, before, errors)
+    begin, removed = len(ctx.records), list[tuple[Channels, int]]()
+    shortened = list[tuple[Cut, str, Tensor]]()
+    for layer, channels, one, known in chosen:
+        if (cut := layer.cut(one)) is None or one.channels is None or not one.stays:
+            continue
+        start = known[one.label]
+        removed.append((channels[one.of_what], cut.family.count - one.channels))
+        shortened.append((cut, one.of_what, start.kept))
+        for site in cut.readers:
+            if site.name in start.errors:
+                old = graph.get_parameter(site.weight_name).detach()
+                weight = padded(start.weights[site.weight_name], old, site.weight_name, cut, start.kept).to(old.dtype)
+                change_site(graph, ctx, site, weight, pass_name, error=start.errors[site.name], error_of="output")
+        _set_padded(graph, cut, start, [site.weight_name for site in cut.readers if site.name in start.errors])
+    shorten(graph, shortened)
+    record_removal(graph, ctx, pass_name, begin, removed, before)
     graph.recompile()
 
 
+def _record_linears(
+    graph: GraphModule,
+    ctx: Context,
+    pass_name: str,
+    begin: int,
+    before: Mapping[str, int],
+    errors: Mapping[str, float],
+) -> None:
+    """Record linears that went for one that stands in the place of a sub-layer, and these."""
+    after, known = weight_bytes_of(graph), {record.site for record in ctx.records[begin:]}
+    for name in (name for name in {**before, **after} if (name in before) != (name in after) and name not in known):
+        note = "stands in the place of a sub-layer" if name in after else "goes for one linear"
+        sizes = before.get(name, 0), after.get(name, 0)
+        error = float(f"{errors.get(name, 1.0):.6g}")
+        ctx.records.append(SiteRecord(name, pass_name, "", *sizes, error, "output", None, note))
+
+
 def built(graph: GraphModule, pass_name: str, picks: Picks, fmt: Format | None) -> GraphModule:
-    """Return an architecture to be timed: channels are cut without a refit, blocks' linears rounded to a format."""
+    """Return an architecture to be timed: the first channels stay, without a refit, blocks' linears in a format."""
     changed = clone_graph(graph)
     parts = find_parts(changed, pass_name, 0, 0)
-    inside = {node.name for layer in parts.layers for node in layer.branch.nodes}
-    build(changed, Context(), pass_name, parts, picks, [None] * len(picks))
+    inside = {site.name for site in linear_sites(changed) for one in parts.layers if site.node in one.branch.nodes}
+    inside |= {layer.mapped.name for layer in parts.layers if isinstance(layer.mapped, Mapped)}
+    starts = [{one.label: bare_start(graph, layer, one)} for layer, one in zip(parts.layers, picks, strict=True)]
+    build(changed, Context(), pass_name, parts, picks, starts)
     for site in linear_sites(changed):
-        if fmt is not None and site.node.name in inside:
+        if fmt is not None and site.name in inside:
             weight = changed.get_parameter(site.weight_name).detach().float()
             replace_linear(changed, site, rtn_quantize(weight, fmt))
     changed.recompile()
     return changed
+
+
+def bare_start(graph: GraphModule, layer: SubLayer, one: Alternative) -> Start:
+    """Return how an alternative begins without any samples: the first channels stay, and a linear gives zeros."""
+    if one.is_linear:
+        assert isinstance(layer.mapped, Mapped)
+        like, shapes = graph.get_parameter(layer.mapped.weight), _linear_shapes(layer.mapped)
+        return Start(torch.empty(0, dtype=torch.int64), {n: like.new_zeros(shape) for n, shape in shapes.items()})
+    cut = layer.cut(one)
+    return Start(torch.empty(0, dtype=torch.int64) if cut is None else cut.first(one.channels or 0))
+
+
+def _linear_shapes(mapped: Mapped) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters of a linear that stands for a sub-layer."""
+    columns, rows = (int(node.meta["val"].shape[-1]) for node in (mapped.source, mapped.term))
+    return {f"{mapped.name}.weight": (rows, columns), f"{mapped.name}.bias": (rows,)}
 
 
 def amounts(
@@ -210,61 +239,71 @@ def amounts(
     info: ModelInfo = graph.meta["model"]
     rows: dict[str, list[list[float]]] = {"parameters": [], "weight_bytes": [], "cache_bytes": []}
     cached = cache_bytes_per_token(info.cache_format, 1, info.kv_heads, info.head_dim)
-    weights = {site.weight_name for site in linear_sites(graph)}
-    own_numbers = own_bytes = own_cache = 0.0
+    linears = {site.weight_name for site in linear_sites(graph)}
+    whole = {"parameters": 0.0, "weight_bytes": 0.0, "cache_bytes": 0.0}
     for layer, row in zip(layers, space, strict=True):
-        names = _own(graph, layer)
-        held = [graph.get_parameter(name) for name in names]
-        own_numbers += sum(one.numel() for one in held)
-        own_bytes += sum(one.numel() * one.element_size() for one in held)
-        cache = cached * sum(node.target in _CACHED for node in layer.branch.nodes)
-        own_cache += cache
-        shapes = [{name: _shape(graph, layer, name, one) for name in names} for one in row]
+        caches = sum(node.target in _CACHED for node in layer.branch.nodes)
+        shapes = [shapes_of(graph, layer, one) for one in row]
         rows["parameters"].append([float(sum(map(math.prod, each.values()))) for each in shapes])
         rows["weight_bytes"].append(
-            [float(sum(_bytes(graph, n, s, fmt if n in weights else None) for n, s in each.items())) for each in shapes]
+            [float(sum(_bytes(graph, layer, n, s, fmt, linears) for n, s in each.items())) for each in shapes]
         )
-        rows["cache_bytes"].append([float(cache * one.stays) for one in row])
-    numbers = sum(one.numel() for one in graph.parameters())
-    total = cache_bytes_per_token(info.cache_format, info.layers, info.kv_heads, info.head_dim)
-    rest = {
-        "parameters": numbers - own_numbers,
-        "weight_bytes": weight_bytes(graph) - own_bytes,
-        "cache_bytes": total - own_cache,
+        rows["cache_bytes"].append(
+            [caches * cached * layer.heads_left(one) / layer.heads if layer.heads else 0.0 for one in row]
+        )
+        whole["parameters"] += rows["parameters"][-1][0]
+        whole["weight_bytes"] += sum(_bytes(graph, layer, n, s, None, linears) for n, s in shapes[0].items())
+        whole["cache_bytes"] += rows["cache_bytes"][-1][0]
+    total = {
+        "parameters": sum(one.numel() for one in graph.parameters()),
+        "weight_bytes": weight_bytes(graph),
+        "cache_bytes": cache_bytes_per_token(info.cache_format, info.layers, info.kv_heads, info.head_dim),
     }
-    return {measure: (rows[measure], rest[measure]) for measure in rows}
+    return {measure: (rows[measure], total[measure] - whole[measure]) for measure in rows}
 
 
-def _own(graph: GraphModule, layer: SubLayer) -> list[str]:
+def own_parameters(graph: GraphModule, layer: SubLayer) -> list[str]:
     """Return the parameters that nothing but a sub-layer reads."""
-    nodes = set(layer.branch.nodes)
+    return _read_alone(graph, set(layer.branch.nodes))
+
+
+def _read_alone(graph: GraphModule, nodes: set[Node]) -> list[str]:
     read = {node for inner in nodes for node in inner.all_input_nodes if node.op == "get_attr"}
     held = dict(graph.named_parameters())
     return sorted(str(node.target) for node in read if set(node.users) <= nodes and str(node.target) in held)
 
 
-def _shape(graph: GraphModule, layer: SubLayer, name: str, one: Alternative) -> tuple[int, ...]:
-    """Return a parameter's shape in an alternative; [0] where it goes."""
-    shape = list(graph.get_parameter(name).shape)
-    if not one.stays:
-        return (0,)
-    for axis in range(len(shape)):
-        if one.channels is not None and layer.family is not None and (name, axis) in layer.family.places:
-            shape[axis] -= (layer.channels - one.channels) * layer.family.places[name, axis].shape[1]
-    return tuple(shape)
+def shapes_of(graph: GraphModule, layer: SubLayer, one: Alternative) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter of its own that an alternative of a sub-layer has."""
+    names = own_parameters(graph, layer) if one.stays else []
+    if one.is_linear:
+        assert isinstance(layer.mapped, Mapped)
+        norm = set(layer.branch.nodes[: layer.branch.nodes.index(layer.mapped.source) + 1])
+        kept = {name: tuple(graph.get_parameter(name).shape) for name in _read_alone(graph, norm)}
+        return kept | _linear_shapes(layer.mapped)
+    shapes, cut = {name: tuple(graph.get_parameter(name).shape) for name in names}, layer.cut(one)
+    if cut is None:
+        return shapes
+    gone = cut.family.count - (one.channels or 0)
+    lost = {place: gone * entries.shape[1] for place, entries in cut.family.places.items()}
+    return {n: tuple(size - lost.get((n, axis), 0) for axis, size in enumerate(s)) for n, s in shapes.items()}
 
 
-def _bytes(graph: GraphModule, name: str, shape: tuple[int, ...], fmt: Format | None) -> int:
-    if fmt is not None and len(shape) == 2:
+def _bytes(
+    graph: GraphModule, layer: SubLayer, name: str, shape: tuple[int, ...], fmt: Format | None, linears: set[str]
+) -> int:
+    """Return the bytes of a parameter of a sub-layer, or of the linear in its place, as they will be stored."""
+    new = layer.mapped.dtype(graph, name) if isinstance(layer.mapped, Mapped) else None
+    if fmt is not None and len(shape) == 2 and (new or name in linears):
         return fmt.packed_bytes(*shape)
-    return math.prod(shape) * graph.get_parameter(name).element_size()
+    return math.prod(shape) * (new or graph.get_parameter(name).dtype).itemsize
 
 
 def alike(graph: GraphModule, layers: Sequence[SubLayer], space: Space) -> list[list[int]]:
     """Group the sub-layers that have the same shapes and alternatives, and so the same costs: their places."""
     groups: dict[object, list[int]] = {}
     for i, (layer, row) in enumerate(zip(layers, space, strict=True)):
-        shapes = tuple(sorted(tuple(graph.get_parameter(name).shape) for name in _own(graph, layer)))
+        shapes = tuple(sorted(tuple(graph.get_parameter(name).shape) for name in own_parameters(graph, layer)))
         operators = tuple(str(node.target) for node in layer.branch.nodes)
         kinds = tuple(one.label for one in row if one.stays)
         groups.setdefault((layer.branch.part, shapes, operators, kinds), []).append(i)

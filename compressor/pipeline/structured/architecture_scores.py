@@ -22,7 +22,7 @@ from compressor.graph.rewrite import held_tensor
 from compressor.graph.segments import cut_at
 from compressor.pipeline.structured.architecture import Picks, masked
 from compressor.progress import Reporter, Silent, Task
-from compressor.search.space import Sorted, SubLayer
+from compressor.search.space import AS_IS, Starts, SubLayer
 
 _JOB = f"{__name__}:suffix_divergences"
 
@@ -49,16 +49,12 @@ class Scores:
     Args:
         graph: whole, its channels sorted.
         ids: text that nothing was fitted to, int64 [samples, sequence], at least two samples.
-        order: of each sub-layer, see :func:`compressor.pipeline.structured.architecture.sort_parts`.
+        starts: weights of the alternatives (:func:`compressor.pipeline.structured.architecture_starts.sort_parts`).
     """
 
-    def __init__(
-        self, graph: GraphModule, layers: Sequence[SubLayer], order: Sequence[Sorted | None], ids: Tensor
-    ) -> None:
-        if len(ids) < 2:
-            what = f"{len(ids)} sample is held out, and a standard error takes two"
-            raise UsageError(f"{what}: give more calibration samples, or raise held_out")
-        self._graph, self._layers, self._order = graph, layers, order
+    def __init__(self, graph: GraphModule, layers: Sequence[SubLayer], starts: Starts, ids: Tensor) -> None:
+        check_held_out(ids)
+        self._graph, self._layers, self._starts = graph, layers, starts
         self.samples = len(ids)
         self._batches = split_samples(graph, ids, MICRO_BATCH_TOKENS)
         stream = SegmentRunner(graph, self._batches)
@@ -95,13 +91,13 @@ class Scores:
     def _first(self, picks: Picks) -> SubLayer | None:
         """Return the first sub-layer that changes."""
         pairs = zip(self._layers, picks, strict=True)
-        return next((layer for layer, one in pairs if one.channels is not None or not one.stays), None)
+        return next((layer for layer, one in pairs if one.label != AS_IS), None)
 
     def _job(self, picks: Picks) -> dict[str, Any]:
         """Return the arguments of :func:`suffix_divergences` for an architecture."""
         first = self._first(picks)
         assert first is not None
-        changed = masked(self._graph, self._layers, picks, self._order)
+        changed = masked(self._graph, self._layers, picks, self._starts)
         entry = next(node for node in changed.graph.nodes if node.name == first.branch.entry.name)
         stream = SegmentRunner(changed, self._batches)
         stream.hidden = list(self._hidden[first.branch.entry])
@@ -117,6 +113,17 @@ class Scores:
             "batches": [{node.name: env[node] for node in inputs if node not in held} for env in batches],
             "dense": self._dense,
         }
+
+
+def check_held_out(ids: Tensor) -> None:
+    """Refuse too few samples to score on.
+
+    Raises:
+        UsageError: there is one alone.
+    """
+    if len(ids) < 2:
+        what = f"{len(ids)} sample is held out, and a standard error takes two"
+        raise UsageError(f"{what}: give more calibration samples, or raise held_out")
 
 
 def suffix_divergences(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.fx import GraphModule
@@ -15,12 +16,16 @@ from compressor.pipeline.context import Context
 from compressor.pipeline.resume import cached_tensors
 from compressor.pipeline.structured.architecture import Parts, alike, built, naming
 from compressor.pipeline.structured.architecture_scores import Score, Scores
+from compressor.pipeline.structured.layer_ranking import choose_layers
 from compressor.search.front import Front, Point, lowered, with_front
-from compressor.search.programme import Limit, choose
-from compressor.search.space import Alternative, Sorted, Space, uniform
+from compressor.search.programme import Limit, restricted
+from compressor.search.scenarios import Scenario, is_even
+from compressor.search.space import Alternative, Space, Starts, uniform
 
 Choice = tuple[int, ...]
 """The place of each sub-layer's alternative in the space."""
+Depth: TypeAlias = Literal["iterative", "perplexity", "none"]
+"""How sub-layers that go together are ranked (:mod:`compressor.pipeline.structured.layer_ranking`); or not at all."""
 
 
 @dataclass(frozen=True)
@@ -29,23 +34,27 @@ class Search:
 
     Attributes:
         pass_name: for messages.
-        parts, space, order: of the graph, whose channels are sorted.
+        parts, space, starts: of the graph, whose channels are sorted.
         scores: on held-out samples.
         limits: by measure, but for time.
         latency: a step's largest time, as a share of the whole graph's; None where it is not limited.
         fmt: of the blocks' linears, as times are taken; None leaves them dense.
         budgets: further limits of the one measure, as shares of the whole model's.
+        scenarios: what each turn of the programme chooses among.
+        decides: further plain data that determine the scores, part of their key in the cache.
     """
 
     pass_name: str
     parts: Parts
     space: Space
-    order: Sequence[Sorted | None]
+    starts: Starts
     scores: Scores
     limits: dict[str, Limit]
     latency: float | None
     fmt: Format | None
-    budgets: Sequence[float] = ()
+    budgets: Sequence[float]
+    scenarios: Sequence[Scenario]
+    decides: Any = None
 
     def picks(self, choice: Sequence[int]) -> list[Alternative]:
         """Return the alternatives of a choice."""
@@ -60,9 +69,10 @@ class Search:
 def search(graph: GraphModule, ctx: Context, given: Search, pool: int) -> list[Alternative]:
     """Return what stands in the place of each sub-layer: the best of a pool by its divergence as a whole.
 
-    In the pool are up to ``pool`` choices of the programme, which differ in two sub-layers at least, one more for each
-    further budget, and every architecture within the limits that is the same in each layer.  So the choice is never
-    worse than the best of these, on the samples of the scores.  With further budgets, all of the latter are there.
+    In the pool are choices of the programme, which differ in two sub-layers at least: up to ``pool`` of each scenario
+    that is free, one of each that names the sub-layers that go, and one for each further budget; and every architecture
+    within the limits that is the same in each layer.  So the choice is never worse than the best of these, on the
+    samples of the scores.  With further budgets, all of the latter are there.
 
     Raises:
         UsageError: the limits cannot be met, or time is limited and nothing here tells it.
@@ -72,17 +82,18 @@ def search(graph: GraphModule, ctx: Context, given: Search, pool: int) -> list[A
     if given.latency is not None:
         limits["latency"], how = _times(graph, ctx, given, given.latency)
     even = [tuple(one) for one in uniform(given.parts.layers, given.space)]
-    found: list[Choice] = []
+    even = [one for one in even if is_even(given.parts.layers, given.picks(one))]
     costs = [[one.mean for one in row] for row in singles]
     with naming(given.pass_name):
-        while len(found) < pool and (picked := choose(costs, limits, found)) is not None:
-            found.append(tuple(picked))
-        each = [choose(costs, {name: limit}) for name, limit in lowered(limits, given.budgets).items()]
-    found += [tuple(picked) for picked in each if picked is not None]
+        found = _proposed(costs, limits, given.scenarios, pool)
+        for name, limit in lowered(limits, given.budgets).items():
+            found += _proposed(costs, {name: limit}, [one for one in given.scenarios if one.is_free], 1)
+    proposed = list(dict.fromkeys(found))
     found += [one for one in even if given.budgets or all(limit.allows(one) for limit in limits.values())]
     whole = _wholes(graph, ctx, given, list(dict.fromkeys(found)))
     allowed = [one for one in whole if all(limit.allows(one) for limit in limits.values())]
     best = min(allowed, key=lambda one: whole[one].mean)
+    ctx.notes.append(_of_scenarios(given, proposed, whole))
     ctx.notes += _told(given, best, singles, whole, limits, set(even))
     if given.budgets:
         ctx.fronts.append(_front(given, whole, limits, set(even), best))
@@ -91,6 +102,40 @@ def search(graph: GraphModule, ctx: Context, given: Search, pool: int) -> list[A
         ctx.notes.append(_checked(graph, ctx, given, picks, limits["latency"].sum(best), how))
     ctx.state = digest(ctx.state, [one.label for one in picks])  # times differ from run to run, and so may choices
     return picks
+
+
+def _proposed(
+    costs: Sequence[Sequence[float]], limits: dict[str, Limit], scenarios: Sequence[Scenario], pool: int
+) -> list[Choice]:
+    """Return the programme's choices in each scenario.
+
+    Raises:
+        UsageError: the limits can be met in none of them.
+    """
+    found, why = list[Choice](), list[UsageError]()
+    for scenario in scenarios:
+        for _ in range(pool if scenario.is_free else 1):
+            try:
+                picked = restricted(costs, limits, scenario.allowed, found)
+            except UsageError as error:
+                why.append(error)
+                break
+            if picked is None:
+                break
+            found.append(tuple(picked))
+    if not found:
+        raise why[0]
+    return found
+
+
+def _of_scenarios(given: Search, proposed: Sequence[Choice], whole: dict[Choice, Score]) -> str:
+    """Say what the programme's choices reach, by the number of sub-layers that go."""
+    best = dict[int, Score]()
+    for one in proposed:
+        gone = sum(not pick.stays for pick in given.picks(one))
+        best[gone] = min(best.get(gone, whole[one]), whole[one], key=lambda score: score.mean)
+    told = ", ".join(f"{gone} gone: {best[gone]}" for gone in sorted(best))
+    return f"{given.pass_name}: the programme's {len(proposed)} choices as wholes, by sub-layers that go: {told}"
 
 
 def _front(
@@ -137,7 +182,7 @@ def _decides(ctx: Context, given: Search, what: str) -> list[object]:
     sha256 = None if ctx.samples is None else ctx.samples.sha256
     labels = [[one.label for one in row] for row in given.space]
     held = given.scores.samples
-    return [what, sha256, held, labels, ctx.seed]
+    return [what, sha256, held, labels, ctx.seed, given.decides]
 
 
 def _times(graph: GraphModule, ctx: Context, given: Search, share: float) -> tuple[Limit, str]:
@@ -156,16 +201,11 @@ def _times(graph: GraphModule, ctx: Context, given: Search, share: float) -> tup
             "the command line, or limit weight_bytes or parameters"
         )
     groups = alike(graph, given.parts.layers, given.space)
-    changes: list[tuple[list[int], str]] = []  # sub-layers that change, and to what
-    for members in groups:
-        labels = dict.fromkeys(one.label for i in members for one in given.space[i][1:])
-        for label in labels:
-            able = [i for i in members if any(one.label == label for one in given.space[i])]
-            changes.append((able[1:] or able, label))
+    changes = _changes(given, groups)
 
     def make() -> dict[str, torch.Tensor]:
         wanted = [given.picks(given.whole)]
-        for places, label in changes:
+        for places, _, label in changes:
             picks = given.picks(given.whole)
             for i in places:
                 picks[i] = next(one for one in given.space[i] if one.label == label)
@@ -176,18 +216,30 @@ def _times(graph: GraphModule, ctx: Context, given: Search, share: float) -> tup
     decides = [*_decides(ctx, given, "seconds"), ctx.target, None if given.fmt is None else given.fmt.name]
     known = cached_tensors(graph, ctx, given.pass_name, decides, make)
     first, *others = known["seconds"].tolist()
-    saved = {
-        (given.parts.layers[places[0]].branch.part, frozenset(members), label): (seconds - first) / len(places)
-        for (places, label), seconds in zip(changes, others, strict=True)
-        for members in groups
-        if places[0] in members
-    }
     sizes = [[0.0] * len(row) for row in given.space]
-    for members in groups:
+    for (places, members, label), seconds in zip(changes, others, strict=True):
         for i in members:
-            part = given.parts.layers[i].branch.part
-            sizes[i][1:] = [saved[part, frozenset(members), one.label] for one in given.space[i][1:]]
+            for place, one in enumerate(given.space[i]):
+                if one.label == label:
+                    sizes[i][place] = (seconds - first) / len(places)
     return Limit(sizes, first, share * first, " s"), bytes(known["how"].tolist()).decode()
+
+
+def _changes(given: Search, groups: Sequence[list[int]]) -> list[tuple[list[int], list[int], str]]:
+    """List what is timed: the sub-layers that change, those that are alike, whose times it tells, and to what.
+
+    Caches get smaller in all layers at once.
+    """
+    found: list[tuple[list[int], list[int], str]] = []
+    for members in groups:
+        for label in dict.fromkeys(one.label for i in members for one in given.space[i][1:]):
+            able = [i for i in members if any(one.label == label for one in given.space[i])]
+            found.append((able[1:] or able, members, label))
+    shrinking = dict.fromkeys(one.label for row in given.space for one in row if one.of_what == "groups")
+    for label in shrinking:
+        able = [i for i, row in enumerate(given.space) if any(one.label == label for one in row)]
+        found = [change for change in found if change[2] != label] + [(able, able, label)]
+    return found
 
 
 def _checked(
@@ -216,7 +268,8 @@ def _told(
     name, notes = given.pass_name, []
     for layer, row, place, scores in zip(given.parts.layers, given.space, best, singles, strict=True):
         alone = f", alone {scores[place]} nats a token" if place else ""
-        of = f" of {layer.channels}" if row[place].channels is not None else ""
+        cut = layer.cut(row[place])
+        of = "" if cut is None else f" of {cut.family.count}"
         notes.append(f"{name}: {layer.name}: {row[place].label.replace('_', ' ')}{of}{alone}")
     added = sum(scores[place].mean for scores, place in zip(singles, best, strict=True))
     notes.append(
@@ -233,3 +286,28 @@ def _told(
             f"is {limit.sum(given.whole):,.6g}{limit.unit}"
         )
     return notes
+
+
+def rank_removals(
+    graph: GraphModule, ctx: Context, pass_name: str, parts: Parts, space: Space, ids: torch.Tensor, depth: Depth
+) -> list[int]:
+    """Return the places of the sub-layers that may go, in the order in which they do: ranked anew after each.
+
+    Args:
+        ids: samples that nothing is scored on, int64 [samples, sequence].
+    """
+    able = [any(not one.stays for one in row) for row in space]
+    if depth == "none" or not any(able):
+        return []
+    layers = [replace(one, is_kept=not can) for one, can in zip(parts.removable, able, strict=True)]
+
+    def remember(gone: Sequence[int], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        sha256 = None if ctx.samples is None else ctx.samples.sha256
+        decides = ["depth", sha256, len(ids), ctx.seed, depth, able, [*gone]]
+        return cached_tensors(graph, ctx, pass_name, decides, lambda: {"scores": make()})["scores"]
+
+    with ctx.reporter.task("rank sub-layers", 1) as task:
+        count = min(sum(able), len(able) - 1)
+        found = choose_layers(graph, ids, layers, count, depth, remember, ctx.spill)
+        task.advance()
+    return [one.layer.number for one in found]

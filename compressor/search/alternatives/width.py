@@ -27,10 +27,11 @@ class Width(Alternative):
             share = 0.0
         if not 0 < share < 1:
             raise UsageError(f"width:{argument}: give a share of the channels, above 0 and below 1: width:0.5")
-        if not layer.channels:
+        cut = layer.cuts.get("channels")
+        if cut is None:
             return "it has no inner channels of its own that can go"
-        left = -(-round(share * layer.channels) // multiple) * multiple
-        return cls(left) if 0 < left < layer.channels else f"rounded up to a multiple of {multiple} it stays whole"
+        left = -(-round(share * cut.family.count) // multiple) * multiple
+        return cls(left) if 0 < left < cut.family.count else f"rounded up to a multiple of {multiple} it stays whole"
 
     @property
     def label(self) -> str:
