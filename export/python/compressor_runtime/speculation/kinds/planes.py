@@ -18,19 +18,20 @@ NAME = "planes"
 
 
 class UpperPlanes:
-    """Step through a draft of one sequence by the entry that reads upper planes.
+    """Step through a draft of one sequence by the entry that reads upper planes, or another that reads less.
 
     Args:
         session: of the model.
         slot: number of the sequence in it.
+        entry: that steps.
     """
 
-    def __init__(self, session: Any, slot: int) -> None:
-        self._session, self._slot = session, slot
+    def __init__(self, session: Any, slot: int, entry: str = NAME) -> None:
+        self._session, self._slot, self._entry = session, slot, entry
 
     def step(self, token: int, ahead: int) -> NDArray[np.float32]:
         """Read a token ``ahead`` places behind the stored ones; return logits [V] of what comes after it."""
-        logits: NDArray[np.float32] = self._session.draft(NAME, [token], [ahead], [self._slot])[0]
+        logits: NDArray[np.float32] = self._session.draft(self._entry, [token], [ahead], [self._slot])[0]
         return logits
 
 
