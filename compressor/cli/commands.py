@@ -23,6 +23,7 @@ from compressor.cli.invocation import (
     Commands,
     F,
     emit,
+    executor_option,
     folder_with,
     json_option,
     reported,
@@ -89,6 +90,7 @@ def main() -> None:
 @click.option("--time-passes", is_flag=True, help="Show the time and bytes of each pass.")
 @click.option("--junit", type=click.Path(path_type=Path), help="Write JUnit XML here: a test case for each gate.")
 @click.option("--report", type=click.Path(path_type=Path), help="Write here what --json prints.")
+@executor_option
 @threads_option
 @json_option
 @reported
@@ -100,6 +102,7 @@ def run(
     time_passes: bool,
     junit: Path | None,
     report: Path | None,
+    executor: str | None,
     threads: int | None,
     as_json: bool,
     **changes: Any,
@@ -121,10 +124,14 @@ def run(
         if lock is not None and not locked:
             check_place(lock)
         with progress() as reporter:
+            from compressor.executor.named import make_executor
             from compressor.run.job import run_recipe
 
             try:
-                outcome = run_recipe(loaded, reporter=reporter, dump=dump, threads=threads, locked=former)
+                with make_executor(executor) as jobs:
+                    outcome = run_recipe(
+                        loaded, reporter=reporter, dump=dump, threads=threads, locked=former, executor=jobs
+                    )
             except GateError as error:
                 if error.outcome is None:  # nothing was made: the plan knew
                     raise

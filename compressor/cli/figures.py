@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from rich.console import Console
 
@@ -30,6 +31,8 @@ def quantity(key: str, value: object) -> str:
     """Write the figure of that name: bytes with a unit, thousands with commas, no exponent where digits will do."""
     if value is None:
         return ""
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if key.endswith(("bytes", "bytes_per_token", "bytes_before", "bytes_after")):
@@ -46,3 +49,24 @@ def figure(value: float, form: str) -> str:
         if value >= size and not (form == "bytes" and prefix == "T"):
             return f"{value / size:.2f} {prefix}{unit}"
     return f"{value:.0f} {unit}".rstrip()
+
+
+def plot(points: Sequence[tuple[float, float, str]], columns: int = 60, rows: int = 12) -> list[str]:
+    """Draw points as lines of text, the origin of neither axis shown; of two in one place the last is seen.
+
+    Args:
+        points: across, up, and the character that stands there.
+    """
+    across, up = [point[0] for point in points], [point[1] for point in points]
+    field = [[" "] * columns for _ in range(rows)]
+    for x, y, mark in points:
+        field[rows - 1 - _place(y, up, rows)][_place(x, across, columns)] = mark
+    ends = {0: f"{max(up):.3g}", rows - 1: f"{min(up):.3g}"}
+    lines = [f"{ends.get(row, ''):>9} |{''.join(line).rstrip()}" for row, line in enumerate(field)]
+    least, most = f"{min(across):.4g}", f"{max(across):.4g}"
+    return [*lines, f"{'':>9} '{'-' * columns}", f"{'':>11}{least}{most:>{columns - len(least)}}"]
+
+
+def _place(value: float, among: Sequence[float], cells: int) -> int:
+    spread = max(among) - min(among)
+    return round((value - min(among)) / spread * (cells - 1)) if spread else 0

@@ -136,4 +136,7 @@ def folder_with(*markers: str) -> Callable[[click.Context, click.Parameter, Path
 BUNDLE = ("manifest.json",)
 BUNDLE_OR_MODEL = ("manifest.json", "config.json", "*.gguf")
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
+executor_option = click.option(
+    "--executor", metavar="WHERE", help="Where independent jobs run: local:N, ray or ray://HOST:PORT [default: here]."
+)
 threads_option = click.option("--threads", type=click.IntRange(1), help="Threads [default: the physical cores].")

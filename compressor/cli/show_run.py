@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from compressor.cli.figures import figure, label, quantity, stdout_console
+from compressor.cli.figures import figure, label, plot, quantity, stdout_console
 from compressor.evaluate.timing import CONFIDENCE
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ def show_outcome(outcome: Outcome, time_passes: bool) -> None:
     for result in outcome.gates:
         console.print(f"gate {'passed' if result.passed else 'FAILED'}: {result}", highlight=False, markup=False)
     _show_site_notes(console, outcome.sites)
+    for front in outcome.fronts:
+        _show_front(console, front)
     for remark in outcome.remarks:
         console.print(f"note: {remark}", highlight=False, markup=False)
     for note in outcome.notes:
@@ -86,6 +88,21 @@ def show_outcome(outcome: Outcome, time_passes: bool) -> None:
     command = "serve" if (outcome.bundle / "index.html").is_file() else "inspect"
     command = "generate" if command == "inspect" and "cache_bytes_per_token" in metrics else command
     console.print(f"wrote {outcome.bundle}; try: compress {command} {outcome.bundle}", highlight=False, markup=False)
+
+
+def _show_front(console: Console, front: Mapping[str, Any]) -> None:
+    """Draw what a search found for several budgets, and list what no other choice beats."""
+    points = sorted(front["points"], key=lambda one: (one["chosen"], one["front"]))
+    marks = [(one["cost"], one["score"], "#" if one["chosen"] else "o" if one["front"] else ".") for one in points]
+    name = f"{label(front['score'])} against {label(front['measure'])}{front['unit']}"
+    console.print(f"{name}: # built, o on the front, . behind it", highlight=False, markup=False)
+    for line in plot(marks):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for one in front["points"]:
+        if one["front"] or one["chosen"]:
+            built = ", built" if one["chosen"] else ""
+            text = f"  {one['cost']:.5g}{front['unit']} ({one['cost'] / front['whole']:.2f}): {one['score']:.4g}"
+            console.print(f"{text} ± {one['error']:.2g}{built}", highlight=False, markup=False)
 
 
 def _ratio(ours: float, dense: float | None) -> str:

@@ -52,14 +52,14 @@ class Child:
         try:
             self.loaded: dict[str, Any] = self._answer()
         except BaseException:
-            self._end(kill=True)
+            self.end(kill=True)
             raise
 
     def __enter__(self: _Self) -> _Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._end(kill=kind is not None)
+        self.end(kill=kind is not None)
 
     def ask(self, request: str, payload: bytes = b"") -> Any:
         """Send a line, and bytes after it; the answer."""
@@ -94,7 +94,12 @@ class Child:
             reason = said[-1].removeprefix("error: ") if said else f"the process ended with {code}"
         raise _ERRORS.get(code, CompressorError)(f"{self._name}: {reason}")
 
-    def _end(self, kill: bool) -> None:
+    def kill(self) -> None:
+        """Kill the process: whatever is asked of it fails."""
+        self._process.kill()
+
+    def end(self, kill: bool = False) -> None:
+        """Wait for the process to end, which it does once nothing can be asked any more."""
         if kill:
             self._process.kill()
         for stream in (self._process.stdin, self._process.stdout):

@@ -25,12 +25,14 @@ from compressor.pipeline.structured.architecture import Parts, amounts, build, f
 from compressor.pipeline.structured.architecture_scores import Scores
 from compressor.pipeline.structured.architecture_search import Search, search
 from compressor.recipe.gates import parse_amount
+from compressor.search.front import check_limits, lowered
 from compressor.search.knapsack import require_solver
 from compressor.search.programme import Limit, check_reachable
 from compressor.search.space import Space, alternatives
 from compressor.training.settings import split
 
 _NAME = "puzzle"
+_LIMITS = ("latency", "weight_bytes", "cache_bytes", "parameters")
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Puzzle(Pass):
         keep_first: blocks at the beginning of which nothing goes as a whole.
         keep_last: the same at the end.
         pool: architectures of the programme that are scored as wholes, each two sub-layers from the others.
+        budgets: further limits of the one measure, as shares of the model's; the report then has a front of them all.
     """
 
     inexact = "decides as it runs which layers stay and how wide, on the samples"
@@ -73,12 +76,11 @@ class Puzzle(Pass):
     keep_first: int = 1
     keep_last: int = 1
     pool: int = 3
+    budgets: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if {self.latency, self.weight_bytes, self.cache_bytes, self.parameters} == {None}:
-            raise UsageError(f"{_NAME}: give a limit: latency, weight_bytes, cache_bytes or parameters")
-        if self.latency is not None and not 0 < self.latency < 1:
-            raise UsageError(f"{_NAME}: latency {self.latency:g} is not a share between 0 and 1")
+        given = (self.latency, self.weight_bytes, self.cache_bytes, self.parameters)
+        check_limits(_NAME, dict(zip(_LIMITS, given, strict=True)), self.budgets)
         if min(self.keep_first, self.keep_last) < 0 or self.multiple < 1 or self.pool < 1:
             raise UsageError(f"{_NAME}: keep_first and keep_last are not below 0, multiple and pool not below 1")
         if not 0 < self.held_out < 1:
@@ -125,7 +127,7 @@ class Puzzle(Pass):
         require_solver()
         found = self._space(graph)
         with naming(_NAME):
-            check_reachable(found[2])
+            check_reachable(found[2] | lowered(found[2], self.budgets))
         return found
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
@@ -134,12 +136,11 @@ class Puzzle(Pass):
         parts, space, limits = self._checked(graph)
         assert isinstance(ids, Tensor)  # of a decoder of text
         held, fitted = split(ids, self.held_out, ctx.seed)
-        if len(held) < 2:
-            what = f"held_out {self.held_out:g} of {len(ids)} samples is one, and an error takes two"
-            raise UsageError(f"{_NAME}: {what}: give more calibration samples, or raise it")
         order = sort_parts(graph, ctx, parts, space, fitted, self.importance)
         fmt = None if self.scheme is None else choose_format(self.scheme)
-        given = Search(_NAME, parts, space, order, Scores(graph, parts.layers, order, held), limits, self.latency, fmt)
+        with naming(_NAME):
+            scores = Scores(graph, parts.layers, order, held)
+        given = Search(_NAME, parts, space, order, scores, limits, self.latency, fmt, self.budgets)
         build(graph, ctx, _NAME, parts, search(graph, ctx, given, self.pool), order)
         return graph
 

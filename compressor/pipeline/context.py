@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from compressor.errors import UsageError
+from compressor.executor.jobs import Executor, InProcess
 from compressor.progress import Reporter, Silent
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from compressor.data.text import Samples
     from compressor.host.tensor_files import Spill
     from compressor.pipeline.segment_cache import SegmentCache
+    from compressor.search.front import Front
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ class Context:
         prices: cost of work on this machine, in seconds by unit (:data:`compressor.plan.prices.UNITS`); None if it was
             not measured.
         step_seconds: times steps of decoders (:class:`compressor.run.steps.Steps`); None where no run provides it.
+        fronts: of searches, for the report.
+        executor: runs independent jobs of a pass, such as the scores of candidates.
         dense: the graph before the first linear was packed, for passes with ``needs_dense``; else None.
         blocks, reused: number of segments that the passes worked on so far, and of those that came from ``results``.
     """
@@ -101,6 +105,8 @@ class Context:
     notes: list[str] = field(default_factory=list)
     prices: Mapping[str, float] | None = None
     step_seconds: StepSeconds | None = None
+    fronts: list[Front] = field(default_factory=list)
+    executor: Executor = field(default_factory=InProcess)
     dense: GraphModule | None = None
     blocks: int = 0
     reused: int = 0

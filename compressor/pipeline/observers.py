@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,3 +93,21 @@ class Dump:
         path.write_text(graph.print_readable(print_output=False), encoding="utf-8")
         if index == 0:
             (self.folder / "00_normalise.txt").write_text(listing(graph.meta["rules"]), encoding="utf-8")
+
+
+def phase_writer(folder: Path | None, isa: str) -> Callable[[str, str], None] | None:
+    """Return what writes the program after each phase of lowering into a folder: (phase, text) -> None.
+
+    Args:
+        folder: None writes nothing.
+        isa: name of the instruction set that is lowered for; empty where there is one alone.
+    """
+    if folder is None:
+        return None
+    count, of = iter(range(1, 1000)), f"_{isa}" if isa else ""
+
+    def write(phase: str, text: str) -> None:
+        ending = "txt" if phase == "fuse" else "py"
+        (folder / f"lower{of}_{next(count):02d}_{phase}.{ending}").write_text(text, encoding="utf-8")
+
+    return write

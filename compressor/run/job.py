@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule
@@ -23,6 +23,7 @@ from compressor.evaluate.comparison import Speed, comparisons, measure_speed
 from compressor.evaluate.gates import check_gates
 from compressor.evaluate.models import SIZES, bundle_quality
 from compressor.evaluate.quality import EvalResult, GraphLogits
+from compressor.executor.jobs import Executor, InProcess
 from compressor.export.facts import run_facts
 from compressor.export.manifest import finite, write_measurements
 from compressor.export.publish import (
@@ -38,7 +39,7 @@ from compressor.host.cache import cache_folder
 from compressor.host.tensor_files import Spill, trim
 from compressor.host.threads import waits_passively
 from compressor.pipeline.context import Context
-from compressor.pipeline.observers import Dump, VerifyStages
+from compressor.pipeline.observers import Dump, VerifyStages, phase_writer
 from compressor.pipeline.pipeline import Observer, Pipeline
 from compressor.plan.model import Plan
 from compressor.plan.plan import compare_plan
@@ -51,9 +52,6 @@ from compressor.run.speculation.skips import write_with_skips
 from compressor.run.speculation.sparse import add_sparse_drafts
 from compressor.runtime import Bundle, BundleError, RequestError, load, thread_count
 from compressor.verify.independence.check import Independence, check_independence
-
-if TYPE_CHECKING:
-    from compressor.codegen.isa import Isa
 
 
 def compress(
@@ -118,6 +116,7 @@ def run_recipe(
     dump: Path | None = None,
     threads: int | None = None,
     locked: Mapping[str, Any] | None = None,
+    executor: Executor | None = None,
 ) -> Outcome:
     """Run a recipe; the bundle appears whole, or not at all.
 
@@ -130,6 +129,7 @@ def run_recipe(
             normalisation and fusion did.
         threads: for tuning and for timing; None takes the physical cores.
         locked: what :func:`compressor.run.lock.read_lock` gave: the run repeats that one, or refuses.
+        executor: runs independent jobs of passes; None runs them in this process.
     Raises:
         DriftError: the run would not repeat the locked one; everything that changed is named.
         GateError: a gate failed; each is named with what was expected and measured.
@@ -148,6 +148,7 @@ def run_recipe(
     if dump is not None:
         _make_dump_folder(dump)
     given = prepare(recipe, model, example, dynamic_shapes, destination, threads, locked, clock)
+    given.context.executor = executor or InProcess()
     with ExitStack() as stack:
         saved = (
             None if recipe.checkpoint is None else stack.enter_context(publishing_checkpoint(Path(recipe.checkpoint)))
@@ -208,7 +209,9 @@ def _compress(given: Prepared, dump: Path | None, saved: Path | None) -> tuple[G
     with given.clock.stage("independence"):
         independence = check_independence(graph)
     with given.clock.stage("compile"):
-        given.backend.compile(graph, given.recipe.tune, given.lock.schedules, lambda isa: _dumper(dump, isa))
+        given.backend.compile(
+            graph, given.recipe.tune, given.lock.schedules, lambda isa: phase_writer(dump, isa.name if isa else "")
+        )
     given.lock.add_schedules(given.backend.schedules)
     return graph, independence
 
@@ -289,6 +292,7 @@ def _judge(given: Prepared, destination: Path, partial: Path, measured: _Measure
         _predictions(given.plan, measured.metrics, given.clock, context),
         [*_reuse(context), *summary(backend.tried), *context.notes],
         backend.tried,
+        [dataclasses.asdict(front) for front in context.fronts],
     )
 
 
@@ -336,15 +340,3 @@ def _make_dump_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"dump: {folder} cannot be made a folder: {error}; choose another") from error
-
-
-def _dumper(folder: Path | None, isa: Isa | None) -> Any:
-    if folder is None:
-        return None
-    count, of = iter(range(1, 1000)), "" if isa is None else f"_{isa.name}"
-
-    def write(phase: str, text: str) -> None:
-        ending = "txt" if phase == "fuse" else "py"
-        (folder / f"lower{of}_{next(count):02d}_{phase}.{ending}").write_text(text, encoding="utf-8")
-
-    return write

@@ -24,6 +24,7 @@ class Outcome:
         kernel_error: relative error of the bundle's outputs against the graph in PyTorch; None if they cannot run here.
         notes: warnings.
         remarks: what passes have to say beside their records, what came from the cache, and how schedules were chosen.
+        fronts: what searches found for several budgets: a measure, and the choices that were scored, by rising cost.
         schedules: of each kernel that was timed, what was tried and what won.
         checks: what else was made sure of.
         predictions: the plan beside what happened: (name, predicted, measured, predicted / measured).
@@ -40,3 +41,4 @@ class Outcome:
     predictions: Sequence[tuple[str, float, float, float]] = ()
     remarks: Sequence[str] = ()
     schedules: Sequence[Mapping[str, Any]] = ()
+    fronts: Sequence[Mapping[str, Any]] = ()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from compressor.cli.figures import figure, label, quantity, stdout_console
+from compressor.cli.figures import figure, label, plot, quantity, stdout_console
 from compressor.cli.show_run import _ratio
 from compressor.progress import _Count
 
@@ -65,3 +65,15 @@ def test_a_task_that_takes_longer_than_expected_says_so() -> None:
     assert task.state(5.0, 19.0) == "goes on since 5.0 s, about 14 s left"
     assert task.state(30.0, 19.0) == "goes on since 30 s, longer than expected"
     assert task.state(30.0, None) == "goes on since 30 s"
+
+
+def test_a_plot_has_each_point_in_its_place() -> None:
+    lines = plot([(1.0, 0.0, "a"), (3.0, 2.0, "b"), (2.0, 1.0, "c")], columns=5, rows=3)
+    assert lines == [
+        "        2 |    b",
+        "          |  c",
+        "        0 |a",
+        "          '-----",
+        "           1   3",
+    ]
+    assert plot([(1.0, 1.0, "a")], columns=3, rows=2)[1] == "        1 |a"

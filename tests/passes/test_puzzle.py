@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
 from compressor.errors import UsageError
+from compressor.executor.pool import LocalPool
 from compressor.formats.format import Format
 from compressor.graph.caches import empty_past
 from compressor.graph.model import clone_graph, weight_bytes
@@ -110,6 +111,15 @@ def test_scores_are_the_divergence_of_whole_runs() -> None:
         assert scores.of(picks).mean == pytest.approx(expected, rel=1e-4, abs=1e-7) and scores.of(picks).error > 0
 
 
+def test_scores_are_the_same_bits_in_other_processes() -> None:
+    graph = captured()
+    parts, space, order = sorted_space(graph)
+    scores = Scores(graph, parts.layers, order, SAMPLES.ids)
+    several = [one_of_each(space), [row[0] for row in space], [*(row[0] for row in space[:5]), space[5][2]]]
+    with LocalPool(2) as pool:
+        assert scores.all(several, pool, Silent(), Silent()) == [scores.of(picks) for picks in several]
+
+
 @pytest.mark.parametrize("scheme", [None, "W8A16"])
 def test_amounts_are_those_of_the_built_graph(scheme: str | None) -> None:
     graph = captured()
@@ -144,6 +154,21 @@ def test_the_choice_is_within_its_limits_and_no_worse_than_a_uniform_one() -> No
     assert len({record.site for record in ctx.records if record.pass_name == "puzzle"}) >= 5
 
 
+def test_several_budgets_give_a_front() -> None:
+    graph, ctx = captured(), Context(samples=SAMPLES)
+    before = sum(one.numel() for one in graph.parameters())
+    step = Puzzle(parameters=0.8 * before, multiple=8, held_out=0.5, budgets=(0.9, 0.7))
+    Pipeline([step]).run(graph, ctx)
+    (front,) = ctx.fronts
+    assert (front.measure, front.whole, front.points[-1].score) == ("parameters", before, 0.0)
+    (built,) = [one for one in front.points if one.chosen]
+    assert built.cost == sum(one.numel() for one in graph.parameters()) <= 0.8 * before
+    assert built.score == min(one.score for one in front.points if one.cost <= 0.8 * before) > 0
+    for share in (0.7, 0.8, 0.9):  # nothing that was scored is better than the programme's choice but by interplay
+        assert any(0.6 * before < one.cost <= share * before for one in front.points)
+    assert any(not one.uniform for one in front.points) and any(one.uniform for one in front.points)
+
+
 def test_times_add_up_and_limit_the_choice() -> None:
     """With a clock that counts parameters, all that is foreseen is exact."""
 
@@ -174,6 +199,7 @@ def test_steps_are_timed_on_kernels() -> None:
         ("Llama", Puzzle(parameters=1e4, attention=(), ffn=("width:0.5",), multiple=64), "it stays whole"),
         ("Llama", Puzzle(parameters=10), "parameters of at most 10 cannot be met: .* has"),
         ("Llama", Puzzle(weight_bytes="1 kB"), "weight_bytes of at most 1000 cannot be met"),
+        ("Llama", Puzzle(parameters=1e5, budgets=(0.01,)), "parameters for the budget 0.01 of at most .* has"),
         ("Llama", Puzzle(parameters=1e6, ffn=("widht:0.5",)), "alternative 'widht' is unknown; nearest: width"),
         ("Llama", Puzzle(parameters=1e6, ffn=("width:2",)), "give a share"),
     ],
@@ -188,7 +214,7 @@ def test_refusals_before_any_work(name: str, step: Puzzle, message: str) -> None
 def test_refusals_of_a_run() -> None:
     with pytest.raises(UsageError, match="give a limit"):
         Puzzle()
-    with pytest.raises(UsageError, match="of 8 samples is one, and an error takes two"):
+    with pytest.raises(UsageError, match="1 sample is held out, and a standard error takes two"):
         Puzzle(parameters=1e6).run(captured(), Context(samples=SAMPLES))
     with pytest.raises(UsageError, match="what a step takes is not known here"):
         Puzzle(latency=0.5, held_out=0.5).run(captured(), Context(samples=SAMPLES))

@@ -7,16 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compressor.calibration.segment_runner import SegmentRunner, split_samples
+from compressor.calibration.programs import Program, run_program, write_program
+from compressor.calibration.segment_runner import SegmentRunner, ancestors, split_samples
 from compressor.calibration.steps import MICRO_BATCH_TOKENS
+from compressor.errors import UsageError
+from compressor.executor.jobs import Executor, InProcess
+from compressor.graph.rewrite import held_tensor
 from compressor.graph.segments import cut_at
 from compressor.pipeline.structured.architecture import Picks, masked
+from compressor.progress import Reporter, Silent, Task
 from compressor.search.space import Sorted, SubLayer
+
+_JOB = f"{__name__}:suffix_divergences"
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,9 @@ class Scores:
     def __init__(
         self, graph: GraphModule, layers: Sequence[SubLayer], order: Sequence[Sorted | None], ids: Tensor
     ) -> None:
+        if len(ids) < 2:
+            what = f"{len(ids)} sample is held out, and a standard error takes two"
+            raise UsageError(f"{what}: give more calibration samples, or raise held_out")
         self._graph, self._layers, self._order = graph, layers, order
         self.samples = len(ids)
         self._batches = split_samples(graph, ids, MICRO_BATCH_TOKENS)
@@ -61,25 +72,68 @@ class Scores:
         self._dense = [stream.values(last, i, [_logits(graph)])[0] for i in range(len(self._batches))]
 
     def of(self, picks: Picks) -> Score:
-        """Return the score of an architecture; 0 where every sub-layer is as it is.
+        """Return the score of one architecture, computed in this process."""
+        return self.all([picks], InProcess(), Silent(), Silent())[0]
+
+    def all(self, several: Sequence[Picks], executor: Executor, task: Task, reporter: Reporter) -> list[Score]:
+        """Return the score of each architecture; 0 where every sub-layer is as it is.
 
         The oracle is running both graphs whole.
         """
-        first = next(
-            (x for x, one in zip(self._layers, picks, strict=True) if one.channels is not None or not one.stays), None
-        )
-        if first is None:
-            return Score(0.0, 0.0)
+        changed = [picks for picks in several if self._first(picks) is not None]
+        found = iter(executor.run(_JOB, map(self._job, changed), task, reporter))
+        scores = []
+        for picks in several:
+            if self._first(picks) is None:
+                scores.append(Score(0.0, 0.0))
+                task.advance()
+            else:
+                every = torch.tensor(next(found), dtype=torch.float64)
+                scores.append(Score(float(every.mean()), float(every.std() / len(every) ** 0.5)))
+        return scores
+
+    def _first(self, picks: Picks) -> SubLayer | None:
+        """Return the first sub-layer that changes."""
+        pairs = zip(self._layers, picks, strict=True)
+        return next((layer for layer, one in pairs if one.channels is not None or not one.stays), None)
+
+    def _job(self, picks: Picks) -> dict[str, Any]:
+        """Return the arguments of :func:`suffix_divergences` for an architecture."""
+        first = self._first(picks)
+        assert first is not None
         changed = masked(self._graph, self._layers, picks, self._order)
         entry = next(node for node in changed.graph.nodes if node.name == first.branch.entry.name)
         stream = SegmentRunner(changed, self._batches)
         stream.hidden = list(self._hidden[first.branch.entry])
         _, last = cut_at(changed, [entry])
-        means = [
-            divergences(dense, stream.values(last, i, [_logits(changed)])[0]) for i, dense in enumerate(self._dense)
-        ]
-        every = torch.cat(means)
-        return Score(float(every.mean()), float(every.std() / len(every) ** 0.5))
+        needed = ancestors([_logits(changed)], set(last.nodes))
+        program, inputs = write_program([node for node in last.nodes if node in needed])
+        held = {node: held_tensor(changed, str(node.target)) for node in inputs if node.op == "get_attr"}
+        batches = [stream.environment(last, i) for i in range(len(self._batches))]
+        return {
+            "program": program,
+            "output": _logits(changed).name,
+            "held": {node.name: value for node, value in held.items()},
+            "batches": [{node.name: env[node] for node in inputs if node not in held} for env in batches],
+            "dense": self._dense,
+        }
+
+
+def suffix_divergences(
+    program: Program, output: str, held: dict[str, Tensor], batches: list[dict[str, Any]], dense: list[Tensor]
+) -> list[float]:
+    """Return KL(dense || architecture) of each sample, nats a token, of an architecture whose rest is a program.
+
+    Args:
+        output: the node with the logits.
+        held: parameters and constants by node.
+        batches: hidden states and what depends on shapes, by node, of each batch.
+        dense: logits of the dense model, of each batch.
+    """
+    found = list[float]()
+    for values, expected in zip(batches, dense, strict=True):
+        found += divergences(expected, run_program(program, {**held, **values}, output)).tolist()
+    return found
 
 
 def divergences(dense: Tensor, other: Tensor) -> Tensor:

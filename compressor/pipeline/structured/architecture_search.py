@@ -15,6 +15,7 @@ from compressor.pipeline.context import Context
 from compressor.pipeline.resume import cached_tensors
 from compressor.pipeline.structured.architecture import Parts, alike, built, naming
 from compressor.pipeline.structured.architecture_scores import Score, Scores
+from compressor.search.front import Front, Point, lowered, with_front
 from compressor.search.programme import Limit, choose
 from compressor.search.space import Alternative, Sorted, Space, uniform
 
@@ -33,6 +34,7 @@ class Search:
         limits: by measure, but for time.
         latency: a step's largest time, as a share of the whole graph's; None where it is not limited.
         fmt: of the blocks' linears, as times are taken; None leaves them dense.
+        budgets: further limits of the one measure, as shares of the whole model's.
     """
 
     pass_name: str
@@ -43,6 +45,7 @@ class Search:
     limits: dict[str, Limit]
     latency: float | None
     fmt: Format | None
+    budgets: Sequence[float] = ()
 
     def picks(self, choice: Sequence[int]) -> list[Alternative]:
         """Return the alternatives of a choice."""
@@ -57,9 +60,9 @@ class Search:
 def search(graph: GraphModule, ctx: Context, given: Search, pool: int) -> list[Alternative]:
     """Return what stands in the place of each sub-layer: the best of a pool by its divergence as a whole.
 
-    In the pool are up to ``pool`` choices of the programme, which differ in two sub-layers at least, and every
-    architecture within the limits that is the same in each layer.  So the choice is never worse than the best of these,
-    on the samples of the scores.
+    In the pool are up to ``pool`` choices of the programme, which differ in two sub-layers at least, one more for each
+    further budget, and every architecture within the limits that is the same in each layer.  So the choice is never
+    worse than the best of these, on the samples of the scores.  With further budgets, all of the latter are there.
 
     Raises:
         UsageError: the limits cannot be met, or time is limited and nothing here tells it.
@@ -74,10 +77,15 @@ def search(graph: GraphModule, ctx: Context, given: Search, pool: int) -> list[A
     with naming(given.pass_name):
         while len(found) < pool and (picked := choose(costs, limits, found)) is not None:
             found.append(tuple(picked))
-    found += [one for one in even if one not in found and all(limit.allows(one) for limit in limits.values())]
-    whole = _wholes(graph, ctx, given, found)
-    best = min(whole, key=lambda one: whole[one].mean)
+        each = [choose(costs, {name: limit}) for name, limit in lowered(limits, given.budgets).items()]
+    found += [tuple(picked) for picked in each if picked is not None]
+    found += [one for one in even if given.budgets or all(limit.allows(one) for limit in limits.values())]
+    whole = _wholes(graph, ctx, given, list(dict.fromkeys(found)))
+    allowed = [one for one in whole if all(limit.allows(one) for limit in limits.values())]
+    best = min(allowed, key=lambda one: whole[one].mean)
     ctx.notes += _told(given, best, singles, whole, limits, set(even))
+    if given.budgets:
+        ctx.fronts.append(_front(given, whole, limits, set(even), best))
     picks = given.picks(best)
     if how:
         ctx.notes.append(_checked(graph, ctx, given, picks, limits["latency"].sum(best), how))
@@ -85,20 +93,33 @@ def search(graph: GraphModule, ctx: Context, given: Search, pool: int) -> list[A
     return picks
 
 
+def _front(
+    given: Search, whole: dict[Choice, Score], limits: dict[str, Limit], even: set[Choice], best: Choice
+) -> Front:
+    """Return all architectures that were scored as wholes, by the one measure that is limited."""
+    ((measure, limit),) = limits.items()
+    points = [
+        Point(
+            limit.sum(one), score.mean, score.error, tuple(x.label for x in given.picks(one)), one in even, one == best
+        )
+        for one, score in whole.items()
+    ]
+    return Front(measure, limit.unit, limit.sum(given.whole), "kl_divergence", with_front(points))
+
+
 def _singles(graph: GraphModule, ctx: Context, given: Search) -> list[list[Score]]:
     """Return the score of each alternative alone."""
     with ctx.reporter.task("score candidates", sum(map(len, given.space))) as task:
+        several = []
+        for i, row in enumerate(given.space):
+            for place in range(len(row)):
+                choice = given.whole
+                choice[i] = place
+                several.append(given.picks(choice))
 
         def make() -> dict[str, torch.Tensor]:
-            rows = []
-            for i, row in enumerate(given.space):
-                for place in range(len(row)):
-                    choice = given.whole
-                    choice[i] = place
-                    score = given.scores.of(given.picks(choice))
-                    rows.append([score.mean, score.error])
-                    task.advance()
-            return {"scores": torch.tensor(rows, dtype=torch.float64)}
+            scores = given.scores.all(several, ctx.executor, task, ctx.reporter)
+            return {"scores": torch.tensor([[one.mean, one.error] for one in scores], dtype=torch.float64)}
 
         flat = cached_tensors(graph, ctx, given.pass_name, _decides(ctx, given, "singles"), make)["scores"].tolist()
     rest = iter(flat)
@@ -108,11 +129,8 @@ def _singles(graph: GraphModule, ctx: Context, given: Search) -> list[list[Score
 def _wholes(graph: GraphModule, ctx: Context, given: Search, pool: Sequence[Choice]) -> dict[Choice, Score]:
     """Return the score of each architecture of the pool."""
     with ctx.reporter.task("score the pool", len(pool)) as task:
-        found = {}
-        for one in pool:
-            found[one] = given.scores.of(given.picks(one))
-            task.advance()
-    return found
+        found = given.scores.all([given.picks(one) for one in pool], ctx.executor, task, ctx.reporter)
+    return dict(zip(pool, found, strict=True))
 
 
 def _decides(ctx: Context, given: Search, what: str) -> list[object]:
@@ -205,7 +223,7 @@ def _told(
         f"{name}: KL(model || architecture) {whole[best]} nats a token on {given.scores.samples} held-out samples; "
         f"scores add up to {added:.4g}; of {len(whole)} architectures that were scored as wholes"
     )
-    uniforms = [one for one in whole if one in even]
+    uniforms = [one for one in whole if one in even and all(limit.allows(one) for limit in limits.values())]
     if uniforms:
         first = min(uniforms, key=lambda one: whole[one].mean)
         notes.append(f"{name}: the best of {len(uniforms)} uniform ones within the limits reaches {whole[first]}")

@@ -7,21 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import torch
-import tvm
-from compressor_runtime import available_cores, configure_threads
+from compressor_runtime import available_cores
 from compressor_runtime.speculation.cost import Forecast, forecast
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.codegen.kernels.linear.packed import gemv_space, packed_linear
-from compressor.codegen.kernels.skipping.linear import skipping_linear
-from compressor.codegen.tuning import WORKING_SET_BYTES, time_kernel
+from compressor.codegen.skipping_times import skipping_seconds
+from compressor.codegen.tuning import WORKING_SET_BYTES
 from compressor.errors import DriftError
 from compressor.evaluate.quality import GraphLogits, measure_quality
-from compressor.formats.packing import PackedWeight, skip_inputs
-from compressor.formats.parts import TILE_ROWS
 from compressor.graph.kinds.sparse_drafts import SPARSE, limit_drafts, may_draft_sparse
 from compressor.graph.model import clone_graph, weight_bytes
 from compressor.graph.rewrite import packed_weight
@@ -106,27 +100,9 @@ def _expected(given: Prepared, graph: GraphModule, site: Site, share: float, agr
     backend = given.backend
     if not backend.runs_here or not backend.timed:
         return None
-    target = given.recipe.target.build()
-    isa, (rows, columns) = target.resolve(), (site.out_features, site.in_features)
-    packed = packed_weight(graph, site)
-    x = torch.randn(1, max(_VERIFIED), columns, generator=torch.Generator().manual_seed(0))
-    limit = x[0, 0].abs().sort().values[round(share * columns)]
-    drafting, verifying = (skip_inputs(packed, torch.full((columns,), float(size))) for size in (limit, 0.0))
-    dense = packed_linear(rows, columns, packed.format, False, isa, gemv_space(-(-rows // TILE_ROWS), packed.format)[0])
-    skipping = skipping_linear([rows], columns, drafting.format, False, isa)
-    working_set = min(WORKING_SET_BYTES, weight_bytes(graph))
-    configure_threads(given.threads or available_cores())
-
-    def seconds(func: Any, weight: PackedWeight, tokens: int) -> float:
-        arrays = [x[:, :tokens].contiguous(), *weight.parts.values(), torch.zeros(1, tokens, rows)]
-        count = max(1, working_set // weight.nbytes)
-        copies = [[_tensor(one) for one in arrays] for _ in range(count)]
-        return time_kernel(func, target.tvm_target(isa), copies)
-
-    step = seconds(dense, packed, 1)
-    verified = [seconds(skipping, verifying, tokens) / step for tokens in _VERIFIED]
-    return forecast(agreement, seconds(skipping, drafting, 1) / step, verified)
-
-
-def _tensor(value: Tensor) -> Any:
-    return tvm.runtime.tensor(np.ascontiguousarray(value.numpy()))
+    packed, working_set = packed_weight(graph, site), min(WORKING_SET_BYTES, weight_bytes(graph))
+    threads = given.threads or available_cores()
+    step, draft, verified = skipping_seconds(
+        packed, share, _VERIFIED, given.recipe.target.build(), threads, working_set
+    )
+    return forecast(agreement, draft / step, [seconds / step for seconds in verified])
