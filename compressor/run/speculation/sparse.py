@@ -22,6 +22,7 @@ from compressor.graph.rewrite import packed_weight
 from compressor.graph.sites import Site, packed_sites
 from compressor.passes.activation_sparse import ActivationSparse, extend_record
 from compressor.recipe.drafts import DEFAULT_SPARSITY, SparseSpec
+from compressor.run.native import NativeBackend
 from compressor.run.prepare import Prepared
 
 _AUTO = "auto"
@@ -38,7 +39,9 @@ def add_sparse_drafts(given: Prepared, graph: GraphModule) -> None:
     locked.  Asked for by name, they are made, and what is expected of them is noted.
     """
     sites, kind, locked = may_draft_sparse(graph), given.recipe.drafts, given.lock.locked
-    is_candidate = kind == _AUTO and sites and given.context.samples is not None and given.backend.runs_here
+    backend: object = given.backend  # browsers have no such drafts
+    is_timed = isinstance(backend, NativeBackend) and backend.runs_here and backend.timed
+    is_candidate = kind == _AUTO and sites and given.context.samples is not None and is_timed
     if not (kind == SPARSE or is_candidate):
         return
     if kind == _AUTO and locked is not None and not _locked(locked):
