@@ -28,7 +28,7 @@ S = TypeVar("S")
 QUICK_CANDIDATES = 3
 REASON = "chosen"
 """Beside a schedule's fields in ``Tuner.chosen`` and in locks: why it was chosen, of kernels for GPUs."""
-_WORKING_SET_BYTES = 48 << 20
+WORKING_SET_BYTES = 48 << 20
 """Copies of the operands add up to this, so that weights come from memory as they do in a model."""
 
 
@@ -136,7 +136,7 @@ class Tuner:
         if is_new:
             configure_threads(self.threads)
             copies = self._copies(operands)
-            times = [_time(build(schedule), self.target, copies) for schedule in candidates]
+            times = [time_kernel(build(schedule), self.target, copies) for schedule in candidates]
             best = min(range(len(times)), key=times.__getitem__)
             known = {
                 "index": best,
@@ -168,7 +168,7 @@ class Tuner:
     @staticmethod
     def _copies(operands: Callable[[], Sequence[NDArray[Any]]]) -> list[list[Any]]:
         first = operands()
-        count = max(1, min(16, _WORKING_SET_BYTES // sum(a.nbytes for a in first)))
+        count = max(1, min(16, WORKING_SET_BYTES // sum(a.nbytes for a in first)))
         return [[tvm.runtime.tensor(a) for a in first] for _ in range(count)]
 
 
@@ -215,7 +215,7 @@ def _usable(entry: Any, wanted: int, count: int) -> bool:
     return False
 
 
-def _time(func: tvm.tirx.PrimFunc, target: tvm.target.Target, copies: list[list[Any]]) -> float:
+def time_kernel(func: tvm.tirx.PrimFunc, target: tvm.target.Target, copies: list[list[Any]]) -> float:
     """Median seconds of one call over at least ten, and at most about a fifth of a second."""
     module = tvm.IRModule({"kernel": func.with_attr("global_symbol", "kernel")})
     run = tvm.compile(module, target=target, tir_pipeline=PIPELINE)["kernel"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -61,26 +61,37 @@ class ActivationSparse(Pass):
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Store the matched linears by columns, and give them thresholds; their records say what that adds."""
+        total = done = 0.0
+        for site, share, error in self.limit(graph, ctx):
+            packed, size = packed_weight(graph, site), site.out_features * site.in_features
+            extend_record(ctx, site.name, packed, f"skips {share:.1%} of its inputs, an error of {error:.2g}")
+            graph.meta.setdefault("read_shares", {})[site.weight_name] = 1 - share
+            total, done = total + size, done + share * size
+        ctx.notes.append(f"activation_sparse: a token of the samples skips {done / total:.1%} of the weights")
+        graph.recompile()
+        return graph
+
+    def limit(self, graph: GraphModule, ctx: Context) -> Iterator[tuple[Site, float, float]]:
+        """Store the matched linears by columns, choose their thresholds, and yield them one after another.
+
+        Yields:
+            the linear, the share of its inputs that is skipped, and the error of its outputs.
+        """
         chosen, samples = self._choose(graph), ctx.calibration("activation_sparse")
         for site in chosen:
             replace_packed(graph, site, skip_inputs(packed_weight(graph, site), torch.zeros(site.in_features)))
         stream = SegmentRunner(graph, split_samples(graph, samples.ids, MICRO_BATCH_TOKENS), ctx.spill)
-        total = done = 0.0
-        with ctx.reporter.task("activation_sparse", len(chosen)) as task:
+        left = len(chosen)
+        with ctx.reporter.task("activation_sparse", left) as task:
             for segment in segments(graph):
                 mine = [site for site in chosen if site.node in segment.nodes]
-                for site, share, error in self._skip(graph, stream, segment, mine):
-                    packed, size = packed_weight(graph, site), site.out_features * site.in_features
-                    _extend_record(ctx, site.name, packed, f"skips {share:.1%} of its inputs, an error of {error:.2g}")
-                    graph.meta.setdefault("read_shares", {})[site.weight_name] = 1 - share
-                    total, done = total + size, done + share * size
+                for found in self._skip(graph, stream, segment, mine):
+                    yield found
                     task.advance()
-                if segment.exit is None or total == sum(site.out_features * site.in_features for site in chosen):
+                left -= len(mine)
+                if segment.exit is None or not left:
                     break
                 stream.advance(segment)
-        ctx.notes.append(f"activation_sparse: a token of the samples skips {done / total:.1%} of the weights")
-        graph.recompile()
-        return graph
 
     def _skip(
         self, graph: GraphModule, stream: SegmentRunner, segment: Segment, sites: Sequence[Site]
@@ -156,7 +167,7 @@ class ActivationSparse(Pass):
         return chosen
 
 
-def _extend_record(ctx: Context, name: str, packed: PackedWeight, note: str) -> None:
+def extend_record(ctx: Context, name: str, packed: PackedWeight, note: str) -> None:
     """Say in the record of the pass that packed a linear how it is stored now."""
     for place, record in enumerate(ctx.records):
         if record.site == name and record.format:  # a rotation's matrix has no record

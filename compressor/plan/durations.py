@@ -14,6 +14,7 @@ from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 from compressor.formats.planes import TwoPlanes
 from compressor.graph.costs import NodeCost
+from compressor.graph.kinds.sparse_drafts import drafts_sparse
 from compressor.graph.kinds.upper_planes import has_planes
 from compressor.graph.model import ModelInfo
 from compressor.numerics.range_search import Work
@@ -128,7 +129,8 @@ def lowered_nodes(graph: GraphModule) -> int:
     An entry for drafted tokens has as many again, and so have its parts together.
     """
     info: ModelInfo = graph.meta["model"]
-    return len(graph.graph.nodes) * (1 + info.speculates * (1 + has_planes(graph) + (info.first_blocks is not None)))
+    drafting = has_planes(graph) + drafts_sparse(graph) + (info.first_blocks is not None)
+    return len(graph.graph.nodes) * (1 + info.speculates * (1 + drafting))
 
 
 def slower_prompts(graph: GraphModule, isa: Isa) -> list[str]:

@@ -12,12 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch.fx import GraphModule
 
 from compressor.codegen.lowering.experts.stack import as_lowered
 from compressor.errors import CaptureError, RecipeError, UsageError
 from compressor.formats.format import Format
 from compressor.graph.blocks import find_blocks
+from compressor.graph.kinds.sparse_drafts import SPARSE, limit_drafts, may_draft_sparse
 from compressor.graph.kinds.token_trees import why_no_trees
 from compressor.graph.kinds.upper_planes import PLANES, has_planes
 from compressor.graph.model import ModelInfo, clone_graph, weight_bytes
@@ -112,6 +114,8 @@ def plan_passes(graph: GraphModule, recipe: Recipe, backend: Backend) -> Planned
             backend.check(meta)
     if recipe.drafts == "self":
         _check_self_drafts(recipe, backend)
+    if recipe.drafts == SPARSE:
+        _check_sparse_drafts(recipe, meta)
     if recipe.speculate == PLANES and not has_planes(meta):
         raise recipe.problem(
             ("speculate",), "no linear's codes lie in two planes; give a pass such a scheme, for example W8A8_P4"
@@ -129,6 +133,17 @@ def _check_self_drafts(recipe: Recipe, backend: Backend) -> None:
     if reason:
         raise recipe.problem(("speculate",), f"self: drafts leave parts of the model out; {reason}")
     require_solver()
+
+
+def _check_sparse_drafts(recipe: Recipe, graph: GraphModule) -> None:
+    """Refuse drafts of few inputs where there are none to choose, and store linears as the run will."""
+    reason = "thresholds are chosen on calibration text; add `calibration:`" if recipe.calibration is None else ""
+    sites = may_draft_sparse(graph)
+    if not sites:
+        reason = "no linear's format skips inputs; give a pass such a scheme, for example W8A16 or W4A16_G128"
+    if reason:
+        raise recipe.problem(("speculate",), f"sparse: drafts leave small inputs out; {reason}")
+    limit_drafts(graph, {site.name: torch.empty(site.in_features, device="meta") for site in sites})
 
 
 def check_recipe(recipe: Recipe, info: ModelInfo) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, StrictInt
+from pydantic import Field, StrictFloat, StrictInt, ValidationError
 
 from compressor.recipe.data_spec import Section
 from compressor.recipe.located_yaml import nearest
+
+DEFAULT_SPARSITY = 0.5
+"""Share of the weights that a draft of few inputs does not read, where the recipe does not say."""
 
 
 class ExitSpec(Section):
@@ -23,16 +26,29 @@ class ExitSpec(Section):
     layer: StrictInt | None = Field(default=None, ge=1)
 
 
+class SparseSpec(Section):
+    """Drafts with the model's own weights, of which small inputs are skipped.
+
+    Attributes:
+        kind: ``sparse``.
+        sparsity: share of the weights that a draft does not read, above 0 and at most 0.95.
+    """
+
+    kind: Literal["sparse"]
+    sparsity: StrictFloat = Field(default=DEFAULT_SPARSITY, gt=0, le=0.95)
+
+
 def read_drafts(given: Any) -> Any:
     """Return a kind of drafts, with its options if there are any, as a recipe gives it; raises ValueError."""
-    if given is None or isinstance(given, ExitSpec):
+    if given is None or isinstance(given, ExitSpec | SparseSpec):
         return given
     if isinstance(given, Mapping):
-        layer = given.get("layer")
-        wrong = type(layer) is not int or layer < 1
-        if given.get("kind") != "exit" or not {*given} <= {"kind", "layer"} or ("layer" in given and wrong):
-            raise ValueError(f"{dict(given)!r:.80}: options are {{kind: exit, layer: 1 or more}}")
-        return ExitSpec(kind="exit", layer=layer)
+        spec = SparseSpec if given.get("kind") == "sparse" else ExitSpec
+        try:
+            return spec.model_validate(dict(given))
+        except ValidationError as error:
+            options = "{kind: exit, layer: 1 or more} and {kind: sparse, sparsity: above 0, at most 0.95}"
+            raise ValueError(f"{dict(given)!r:.80}: options are {options}") from error
     from compressor_runtime.speculation.kinds.registry import SPECULATIONS  # the run-time: only where it is asked
 
     if given not in SPECULATIONS:

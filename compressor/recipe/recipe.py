@@ -21,7 +21,7 @@ from pydantic import (
 from compressor.errors import RecipeError
 from compressor.host.resources import nearest_shipped_model, resource
 from compressor.recipe.data_spec import DataSource, EvaluationSpec, Section, TextSpec
-from compressor.recipe.drafts import ExitSpec, read_drafts
+from compressor.recipe.drafts import ExitSpec, SparseSpec, read_drafts
 from compressor.recipe.gates import CONTINUED, QUALITY, Gate
 from compressor.recipe.located_yaml import DEEPEST, KeyPath, Origin, Source, nearest
 from compressor.recipe.options import TargetSpec, build_passes, build_target, options_of, recipe_name
@@ -56,8 +56,8 @@ class Recipe(Section):
         target: the target to generate code for.
         tune: how long to search for fast kernels.
         speculate: how a decoder's bundle drafts tokens that it verifies several at a time: a kind of
-            :mod:`compressor_runtime.speculation.kinds.registry`, or the kind ``exit`` with how many layers draft; None
-            makes no entry that verifies.
+            :mod:`compressor_runtime.speculation.kinds.registry`, or the kinds ``exit`` and ``sparse`` with an option;
+            None makes no entry that verifies.
         gates: conditions that the result must meet.
         output: folder of the bundle, relative to the current folder.
         checkpoint: folder (Hugging Face) or ``.pt2`` file (torch.export) for the model before the first pass that packs
@@ -72,7 +72,7 @@ class Recipe(Section):
     passes: tuple[Any, ...]
     target: TargetSpec = TargetSpec("x86")
     tune: Literal["off", "quick", "full"] = "quick"
-    speculate: StrictStr | ExitSpec | None = None
+    speculate: StrictStr | ExitSpec | SparseSpec | None = None
     gates: tuple[Gate, ...] = ()
     output: StrictStr | None = Field(default=None, min_length=1)
     checkpoint: StrictStr | None = Field(default=None, min_length=1)
@@ -117,7 +117,7 @@ class Recipe(Section):
     @property
     def drafts(self) -> str | None:
         """Return the kind of drafts, without its options."""
-        return self.speculate.kind if isinstance(self.speculate, ExitSpec) else self.speculate
+        return self.speculate if self.speculate is None or isinstance(self.speculate, str) else self.speculate.kind
 
     def problem(self, path: KeyPath, what: str) -> RecipeError:
         """Make an error about one of the recipe's keys that names the place where the key was written."""

@@ -49,6 +49,7 @@ from compressor.run.clock import Clock
 from compressor.run.outcome import Outcome
 from compressor.run.prepare import Prepared, prepare
 from compressor.run.speculation.skips import write_with_skips
+from compressor.run.speculation.sparse import add_sparse_drafts
 from compressor.runtime import Bundle, BundleError, RequestError, load, thread_count
 from compressor.verify.independence.check import Independence, check_independence
 
@@ -203,6 +204,7 @@ def _compress(given: Prepared, dump: Path | None, saved: Path | None) -> tuple[G
         observers.append(_saver(given, saved))
     graph = Pipeline(given.recipe.passes, observers).run(given.take_graph(), given.context)
     given.context.notes += graph.meta.get("notes", [])
+    add_sparse_drafts(given, graph)
     stack_experts(graph, Spill(cache_folder() / "spilled", "stacked experts"))
     with given.clock.stage("independence"):
         independence = check_independence(graph)

@@ -75,6 +75,7 @@ class _Lock(BaseModel):
     evaluation: dict[str, str | int] | None
     schedules: dict[str, _Schedule]
     skips: list[_Skips] = []
+    sparse_drafts: bool = False
 
 
 class Lock:

@@ -374,7 +374,8 @@ Model read_model(const fs::path& root, const json::Object& manifest) {
   Model model{field<int64_t>(facts, "vocab_size"), field<int64_t>(facts, "layers"), field<int64_t>(facts, "kv_heads"),
               field<int64_t>(facts, "max_positions"), 0, true, items<int64_t>(facts, "eos_ids"),
               field_or<ffi::String>(facts, "speculate", "")};
-  static const std::set<std::string> known = {"", "lookup", "recycle", "heads", "exit", "planes", "self", "auto"};
+  static const std::set<std::string> known = {"",       "lookup", "recycle", "heads", "exit",
+                                              "planes", "self",   "sparse",  "auto"};
   if (known.count(model.speculate) == 0) {
     fail(kDamaged, "manifest.json: `speculate` has a value that cannot be; copy the bundle again");
   }

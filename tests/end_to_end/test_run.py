@@ -108,6 +108,7 @@ ELSEWHERE = (
     "relu_sparse_w8a16_x86",
     "speculate_planes_x86",  # runtime/speculation/test_planes.py: the kernels; numerics/test_planes.py: the pass
     "speculate_self_x86",  # run/test_skips.py
+    "speculate_sparse_x86",  # run/test_sparse.py
     "abq_bip2a8_x86",  # passes/test_abq.py: the pass; codegen/kernels/linear/test_packed.py: products of bit planes
     "llm_fp4_w4a4_x86",  # passes/test_llm_fp4.py, and the same kernels' test
     "mixed_precision_4bit_x86",  # passes/test_mixed_precision.py; its formats are those of other recipes

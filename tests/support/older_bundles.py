@@ -38,6 +38,7 @@ _MODULES = (
         "speculation/kinds/layers",
         "speculation/kinds/planes",
         "speculation/kinds/skips",
+        "speculation/kinds/sparse",
         "speculation/kinds/registry",
         "speculation/drafts",
         "depth/early",

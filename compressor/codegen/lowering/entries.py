@@ -4,6 +4,7 @@ A decoder that verifies drafted tokens has one for these (:mod:`compressor.graph
 
     verify: ids, position, keep, parent, slot, row, k_cache, v_cache -> logits, new keys and values
     planes: the same, of the upper planes of codes that lie in two (:mod:`compressor.graph.kinds.upper_planes`)
+    sparse: the same, without small inputs of linears (:mod:`compressor.graph.kinds.sparse_drafts`)
     main: ids, position, keep, k_cache, v_cache -> logits, new keys and values
 
 Where the decoder has heads that draft (:mod:`compressor.graph.kinds.draft_heads`), `verify` also gives what they read,
@@ -45,9 +46,10 @@ from compressor.errors import VerificationError
 from compressor.graph.kinds.draft_heads import CannotHead, giving_hidden, heads_graph, hidden_and_next, without_heads
 from compressor.graph.kinds.encoder_decoder import SOURCE, SOURCE_MASK, encoder_nodes
 from compressor.graph.kinds.halves import copy_calls, needed_nodes, pair_halves
+from compressor.graph.kinds.sparse_drafts import SPARSE, drafts_sparse, sparse_graph
 from compressor.graph.kinds.token_trees import tree_graph, why_no_trees
 from compressor.graph.kinds.upper_planes import PLANES, has_planes, upper_graph
-from compressor.graph.model import ModelInfo
+from compressor.graph.model import ModelInfo, clone_graph
 from compressor.graph.parts.cut import Part, cut_graph, why_no_parts
 
 
@@ -88,7 +90,9 @@ def entries(graph: GraphModule, only: Collection[str] | None = None) -> list[Ent
     if info.pair is not None:
         return _of_pair(graph, info)
     if info.kind != "seq2seq":
-        return [*_of_drafts(graph, info, only), Entry("main", reexport(without_heads(graph)), info.kind == "decoder")]
+        plain = without_heads(graph)
+        plain = clone_graph(plain) if drafts_sparse(graph) else plain  # without the thresholds of drafts
+        return [*_of_drafts(graph, info, only), Entry("main", reexport(plain), info.kind == "decoder")]
     encoder, decoder = split(graph)
     return [
         Entry(name, export_program(half, *_call(half, info), info.name), caches)
@@ -103,11 +107,13 @@ def _of_drafts(graph: GraphModule, info: ModelInfo, only: Collection[str] | None
     plain = without_heads(graph)
     if only is not None:
         return [Entry("verify", _verification(plain, info), True)]
-    planes = [Entry(PLANES, _verification(upper_graph(plain), info), True)] if has_planes(plain) else []
+    drafting = [Entry(PLANES, _verification(upper_graph(plain), info), True)] if has_planes(plain) else []
+    if drafts_sparse(graph):
+        drafting += [Entry(SPARSE, _verification(without_heads(sparse_graph(graph)), info), True)]
     if info.first_blocks is not None:
         graph, info = plain, dataclasses.replace(info, draft_heads=0)
     if not info.draft_heads:
-        return [Entry("verify", _verification(graph, info), True), *planes, *_parts(graph, info)]
+        return [Entry("verify", _verification(graph, info), True), *drafting, *_parts(graph, info)]
     tokens = {1: Dim("tokens", min=1)}
     try:
         size = int(hidden_and_next(graph)[0].meta["val"].shape[-1])
@@ -117,7 +123,7 @@ def _of_drafts(graph: GraphModule, info: ModelInfo, only: Collection[str] | None
     except CannotHead as error:
         raise VerificationError(f"{info.name}: no entry `heads`: {error}; put draft_heads behind that pass") from error
     parts = _parts(without_heads(graph), dataclasses.replace(info, draft_heads=0))
-    return [Entry("heads", heads, False), Entry("verify", verify, True, results=2), *parts, *planes]
+    return [Entry("heads", heads, False), Entry("verify", verify, True, results=2), *parts, *drafting]
 
 
 def _parts(graph: GraphModule, info: ModelInfo) -> list[Entry]:

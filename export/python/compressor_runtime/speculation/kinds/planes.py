@@ -21,17 +21,19 @@ NAME = "planes"
 
 @dataclass(frozen=True)
 class UpperPlanes:
-    """Step through drafts by the entry that reads upper planes.
+    """Step through drafts by the entry that reads upper planes, or by another that reads less.
 
     Attributes:
         session: of the model.
+        entry: that steps.
     """
 
     session: Any
+    entry: str = NAME
 
     def step(self, tokens: Sequence[int], ahead: Sequence[int], slots: Sequence[int]) -> NDArray[np.float32]:
         """Read a token of each of some texts, behind the stored ones; return logits [R, 1, V] of the next ones."""
-        logits: NDArray[np.float32] = self.session.draft(NAME, tokens, ahead, slots)[:, None]
+        logits: NDArray[np.float32] = self.session.draft(self.entry, tokens, ahead, slots)[:, None]
         return logits
 
 

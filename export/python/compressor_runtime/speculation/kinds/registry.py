@@ -12,8 +12,9 @@ from compressor_runtime.speculation.kinds.lookup import LOOKUP
 from compressor_runtime.speculation.kinds.planes import PLANES
 from compressor_runtime.speculation.kinds.recycling import RECYCLE
 from compressor_runtime.speculation.kinds.skips import SELF
+from compressor_runtime.speculation.kinds.sparse import SPARSE
 
-KINDS = {kind.name: kind for kind in (LOOKUP, RECYCLE, HEADS_KIND, EXIT, PLANES, SELF)}
+KINDS = {kind.name: kind for kind in (LOOKUP, RECYCLE, HEADS_KIND, EXIT, PLANES, SELF, SPARSE)}
 """Each kind by its name."""
 AUTO = "auto"
 """All kinds that a bundle serves and that take part, merged into one tree; each goes on while it pays."""
