@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 from urllib.parse import urlsplit
 
-from compressor.errors import CompressorError, UsageError, first_line
+from compressor.errors import CompressorError, UsageError
 from compressor.executor.jobs import Arguments, Executor, answer, received, requests
 from compressor.progress import Reporter, Task
 
@@ -40,7 +40,7 @@ class RayCluster(Executor):
             ray.init(address=address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=False)
         except Exception as error:  # of Ray's many kinds
             advice = "start one with `ray start --head`, or give --executor ray://host:port"
-            raise UsageError(f"executor ray: no cluster at {address}: {first_line(error)}; {advice}") from error
+            raise UsageError(f"executor ray: no cluster at {address}: {_reason(error)}; {advice}") from error
 
     def close(self) -> None:
         """Leave the cluster, which goes on."""
@@ -77,8 +77,14 @@ class RayCluster(Executor):
             text: str = self._ray.get(done)
         except Exception as error:  # the worker was lost too often, or cannot import compressor
             advice = "install this version of compressor on every machine of the cluster, and see its logs"
-            raise CompressorError(f"executor ray: {first_line(error)}; {advice}") from error
+            raise CompressorError(f"executor ray: {_reason(error)}; {advice}") from error
         return text
+
+
+def _reason(error: Exception) -> str:
+    """Return the first and the last line of an error, which have Python's message of a remote one between them."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(dict.fromkeys([lines[0], lines[-1]]))
 
 
 def _check_answers(address: str) -> None:
