@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,8 @@ from compressor.recipe.gates import parse_amount
 
 Steps = list[dict[str, dict[str, Any]]]
 """Passes as recipes write them."""
-SCHEMES = ("W8A16", "W6A16_G128", "W4A16_G128", "W3A16_G128", "W2A16_G64")
-"""Formats of the blocks' linears, the largest first."""
-TABLES = ("W8A16", "W4A16_G64")
-"""Formats of embeddings."""
+_GROUPS = (128, 64, 32)
+_TABLE = "W8A16"
 _BITS = (5.0, 3.5)
 _TRAINING = {"steps": 120, "batch": 4, "learning_rate": 0.0005, "ignore": ["lm_head"]}
 KINDS = ("weight_bytes", "latency")
@@ -75,13 +73,53 @@ class Candidate:
     passes: Steps
 
 
-def uniform() -> Iterator[Candidate]:
-    """Yield formats that all linears share, the largest first."""
-    for scheme in SCHEMES:
-        for table in TABLES:
-            if scheme in SCHEMES[:2] and table != TABLES[0]:
-                continue  # next to many bits the table is no place to save
-            yield Candidate(f"{scheme}, table {table}", "uniform", [*packed(scheme), {"embedding": {"scheme": table}}])
+@dataclass(frozen=True)
+class Formats:
+    """Hold the formats that candidates are made of.
+
+    Attributes:
+        schemes: of the blocks' linears, the largest first.
+        tables: of embeddings.
+    """
+
+    schemes: tuple[str, ...]
+    tables: tuple[str, ...]
+
+    @classmethod
+    def of(cls, inputs: Iterable[int]) -> Formats:
+        """Return those for linears with so many inputs: the largest groups that divide some of them."""
+        counts = [*inputs]
+        group = next((size for size in _GROUPS if any(count % size == 0 for count in counts)), _GROUPS[-1])
+        schemes = ("W8A16", *(f"W{bits}A16_G{group}" for bits in (6, 4, 3, 2)))
+        return cls(schemes, (_TABLE, f"W4A16_G{min(64, group)}"))
+
+    @property
+    def searched(self) -> tuple[str, str]:
+        """Formats that architectures are searched for: of 8 bits and of 4."""
+        return self.schemes[0], self.schemes[2]
+
+    def uniform(self) -> Iterator[Candidate]:
+        """Yield formats that all linears share, the largest first."""
+        for scheme in self.schemes:
+            few = scheme not in self.schemes[:2]  # next to many bits the table is no place to save
+            for table in self.tables if few else self.tables[:1]:
+                yield Candidate(named(scheme, table), "uniform", [*packed(scheme), *packed_table(table)])
+
+    def mixed(self, budget: Budget) -> Iterator[Candidate]:
+        """Yield formats by layer: within the bytes, or at several averages of bits where time is limited."""
+        if budget.kind == "weight_bytes":
+            given = [(table, {"weight_bytes": budget.limit}) for table in self.tables]
+        else:
+            given = [(self.tables[0], {"bits": bits}) for bits in _BITS]
+        for table, limit in given:
+            at = f" at {limit['bits']} bits" if "bits" in limit else ""
+            step = {"mixed_precision": {**limit, "schemes": list(self.schemes[::-1]), "ignore": ["lm_head"]}}
+            yield Candidate(f"formats by layer{at}, table {table}", "mixed", [*packed_table(table), step])
+
+
+def named(scheme: str, table: str = _TABLE) -> str:
+    """Return the name of a candidate of one format."""
+    return f"{scheme}, table {table}"
 
 
 def packed(scheme: str) -> Steps:
@@ -89,18 +127,9 @@ def packed(scheme: str) -> Steps:
     return [{"gptq": {"scheme": scheme, "ignore": ["lm_head"]}}]
 
 
-def mixed(budget: Budget) -> Iterator[Candidate]:
-    """Yield formats by layer: within the bytes, or at several averages of bits where time is limited."""
-    for table in TABLES:
-        first: Steps = [{"embedding": {"scheme": table}}]
-        if budget.kind == "weight_bytes":
-            given: list[dict[str, Any]] = [{"weight_bytes": budget.limit}]
-        else:
-            given = [{"bits": bits} for bits in _BITS] if table == TABLES[0] else []
-        for one in given:
-            average = f" at {one['bits']} bits" if "bits" in one else ""
-            step = {"mixed_precision": {**one, "ignore": ["lm_head"]}}
-            yield Candidate(f"formats by layer{average}, table {table}", "mixed", [*first, step])
+def packed_table(table: str = _TABLE) -> Steps:
+    """Return the pass that gives embeddings a format."""
+    return [{"embedding": {"scheme": table}}]
 
 
 def architecture(scheme: str, limit: dict[str, float]) -> Candidate:
@@ -110,5 +139,4 @@ def architecture(scheme: str, limit: dict[str, float]) -> Candidate:
         limit: of `puzzle`.
     """
     steps: Steps = [{"puzzle": {**limit, "scheme": scheme}}, {"distill": dict(_TRAINING)}]
-    passes = [*steps, *packed(scheme), {"embedding": {"scheme": TABLES[0]}}]
-    return Candidate(f"fewer layers, {scheme}, table {TABLES[0]}", "architecture", passes)
+    return Candidate(f"fewer layers, {named(scheme)}", "architecture", [*steps, *packed(scheme), *packed_table()])

@@ -24,16 +24,18 @@ from compressor.evaluate.models import evaluation_window
 from compressor.evaluate.quality import EvalResult, GraphLogits, measure_quality
 from compressor.executor.jobs import Executor
 from compressor.graph.model import ModelInfo, weight_bytes
+from compressor.graph.sites import linear_sites
 from compressor.pipeline.pipeline import Pipeline
 from compressor.plan.passes import plan_passes
 from compressor.plan.prices import machine_prices
 from compressor.plan.roofline import rooflines
 from compressor.progress import Reporter
 from compressor.recipe.recipe import Recipe
-from compressor.run.automatic.candidates import SCHEMES, Budget, Candidate, architecture, mixed, packed, uniform
+from compressor.run.automatic.candidates import Budget, Candidate, Formats, architecture, named, packed, packed_table
 from compressor.run.clock import Clock
 from compressor.run.prepare import Prepared, prepare
 from compressor.run.steps import Steps
+from compressor.search.programme import UnreachableError
 
 _UNIFORM_TRIED = 2
 """Formats of one kind within the bytes that are measured, the largest: those with fewer bits lose more."""
@@ -48,6 +50,7 @@ class Tried:
         weight_bytes, kl_divergence, perplexity: measured on the graph behind the passes; None if it was not tried.
         latency: a step, as a share of the dense model's on the target's kernels; None if it was not measured.
         note: why it was not tried.
+        least: bytes that a search reaches at least, where they are above the budget.
         chosen: it is the best within the budget.
     """
 
@@ -59,6 +62,7 @@ class Tried:
     kl_divergence: float | None = None
     perplexity: float | None = None
     note: str = ""
+    least: float | None = None
     chosen: bool = False
     graph: GraphModule | None = field(default=None, repr=False)
 
@@ -84,6 +88,7 @@ class Choosing:
         info: ModelInfo = self._captured.meta["model"]
         if info.kind != "decoder":
             raise UsageError(f"auto: {info.name} is not a decoder of text, which candidates are for; write a recipe")
+        self._formats = Formats.of(site.in_features for site in linear_sites(self._captured))
         load_data(recipe, info)  # what does not do is said now
         self._dense: GraphModule | None = None
         self.tried: list[Tried] = []
@@ -98,12 +103,12 @@ class Choosing:
         Raises:
             UsageError: nothing is within the budget; it names the least that is reached.
         """
-        self.tried = [self._planned(one) for one in (*uniform(), *mixed(self._budget))]
+        self.tried = [self._planned(one) for one in (*self._formats.uniform(), *self._formats.mixed(self._budget))]
         if self._budget.kind == "weight_bytes":
-            self.tried += [self._planned(one) for one in self._smaller()]
+            self.tried += self._smaller()
             self._leave_out()
             if all(one.note for one in self.tried):
-                self._refuse([one.predicted_bytes for one in self.tried])
+                self._refuse("predicted_bytes")
         for one in self.tried:
             if not one.note:
                 self._measure(one)
@@ -115,10 +120,10 @@ class Choosing:
                     self._measure(one)
             self._time()
             if not any(map(self._fits, self.tried)):
-                self._refuse([one.latency for one in self.tried])
+                self._refuse("latency")
         within = [one for one in self.tried if self._fits(one)]
         if not within:
-            self._refuse([one.weight_bytes for one in self.tried])
+            self._refuse("weight_bytes")
         best = min(within, key=lambda one: one.kl_divergence or 0.0)
         best.chosen = True
         for one in self.tried:
@@ -130,7 +135,7 @@ class Choosing:
         try:
             final = self._plan(candidate.passes)
         except UsageError as error:
-            return Tried(candidate, note=first_line(error).removeprefix("recipe: "))
+            return Tried(candidate, note=first_line(error).removeprefix("recipe: "), least=_least(error))
         step = rooflines(final, machine_prices(reporter=self._reporter))[-1].ms
         return Tried(candidate, weight_bytes(final), step)
 
@@ -142,23 +147,25 @@ class Choosing:
     def _bytes(self, passes: Sequence[Any]) -> int:
         return weight_bytes(self._plan(passes))
 
-    def _smaller(self) -> list[Candidate]:
-        """Return searches of architectures for formats in which the whole model is too large."""
+    def _smaller(self) -> list[Tried]:
+        """Plan searches of architectures for formats in which the whole model is too large."""
         found = []
-        for scheme in (SCHEMES[0], SCHEMES[2]):
-            table = {"embedding": {"scheme": "W8A16"}}
-            dense_table, whole = self._bytes(packed(scheme)), self._bytes([*packed(scheme), table])
+        for scheme in self._formats.searched:
+            dense_table, whole = self._bytes(packed(scheme)), self._bytes([*packed(scheme), *packed_table()])
             if whole > self._budget.limit:  # the search counts the table as it still is
-                limit = self._budget.limit + dense_table - whole
-                found.append(architecture(scheme, {"weight_bytes": float(limit)}))
+                saved = dense_table - whole
+                one = self._planned(architecture(scheme, {"weight_bytes": self._budget.limit + saved}))
+                if one.least is not None:
+                    one.least -= saved
+                    one.note = f"takes {self._budget.told(one.least)} at least"
+                found.append(one)
         return found
 
     def _quicker(self) -> list[Candidate]:
         """Return searches of architectures for formats in which a step takes too long."""
         found = []
-        for scheme in (SCHEMES[0], SCHEMES[2]):
-            name = f"{scheme}, table W8A16"
-            share = next((one.latency for one in self.tried if one.candidate.name == name), None)
+        for scheme in self._formats.searched:
+            share = next((one.latency for one in self.tried if one.candidate.name == named(scheme)), None)
             if share is not None and share > self._budget.limit:
                 found.append(architecture(scheme, {"latency": round(self._budget.limit / share, 3)}))
         return found
@@ -181,16 +188,16 @@ class Choosing:
         value = one.weight_bytes if self._budget.kind == "weight_bytes" else one.latency
         return value is not None and value <= self._budget.limit
 
-    def _refuse(self, reached: Sequence[float | None]) -> NoReturn:
-        """Say that the budget is too small, and the least that candidates reach."""
-        told = [f"budget {self._budget.kind}: {self._budget.told(self._budget.limit)} cannot be met"]
-        if found := [value for value in reached if value is not None]:
-            told.append(f"the least that formats reach is {self._budget.told(min(found))}")
-        searches = [one for one in self.tried if one.candidate.kind == "architecture" and one.note]
-        told += [f"{one.candidate.name}: {one.note}" for one in searches]
-        if not found:
-            told += [one.note for one in self.tried if one.note][:1]
-        raise UsageError("; ".join([*told, "raise the budget, or write a recipe"]))
+    def _refuse(self, figure: str) -> NoReturn:
+        """Say that the budget is too small, and the least that candidates reach, by that figure of each."""
+        asked = f"budget {self._budget.kind}: {self._budget.told(self._budget.limit)} cannot be met"
+        reached = [(value, one) for one in self.tried for value in (getattr(one, figure), one.least) if value]
+        reached = [(value, one) for value, one in reached if value > self._budget.limit]
+        if not reached:
+            raise UsageError(f"{asked}: {self.tried[0].note}; write a recipe")
+        value, least = min(reached, key=lambda each: each[0])
+        told = f"the least is {self._budget.told(value)}, by {least.candidate.name}"
+        raise UsageError(f"{asked}: {told}; raise the budget, or write a recipe with smaller formats")
 
     def _measure(self, one: Tried) -> None:
         """Run a candidate's passes, and measure what they leave."""
@@ -228,3 +235,12 @@ def _quality(given: Prepared, graph: GraphModule) -> EvalResult:
     dense = GraphLogits(given.dense_graph(), spill=given.context.spill)
     ours = GraphLogits(graph, spill=given.context.spill)
     return measure_quality(ours, given.data, window=window, stride=stride, dense=dense, reporter=given.clock.reporter)
+
+
+def _least(error: BaseException | None) -> float | None:
+    """Return what is the least that can be reached where that is behind an error."""
+    while error is not None:
+        if isinstance(error, UnreachableError):
+            return error.least
+        error = error.__cause__
+    return None

@@ -39,8 +39,8 @@ def choose_recipe(
     check_destination(output)
     if place.exists():
         raise UsageError(f"{place}: is there already; remove it, run it (`compress run {place}`), or take another -o")
-    calibration, evaluation = texts
-    setting = {"model": model, "calibration": calibration, "evaluation": evaluation, "target": target}
+    calibration, evaluation = map(_absolute, texts)
+    setting = {"model": _absolute(model), "calibration": calibration, "evaluation": evaluation, "target": target}
     choosing = Choosing(setting, budget, executor, reporter)
     best = choosing.choose()
     try:
@@ -49,6 +49,11 @@ def choose_recipe(
     except OSError as error:
         raise failed_write(error, f"{place}: cannot be written: {error}; choose another place") from error
     return place, choosing.tried
+
+
+def _absolute(name: str) -> str:
+    """Return the path of what is in the current folder: the recipe lies elsewhere."""
+    return str(Path(name).absolute()) if Path(name).exists() else name
 
 
 def _written(setting: dict[str, Any], best: Tried, budget: Budget) -> str:
