@@ -113,7 +113,7 @@ class Formats:
             given = [(self.tables[0], {"bits": bits}) for bits in _BITS]
         for table, limit in given:
             at = f" at {limit['bits']} bits" if "bits" in limit else ""
-            step = {"mixed_precision": {**limit, "schemes": list(self.schemes[::-1]), "ignore": ["lm_head"]}}
+            step = {"mixed_precision": {**limit, "schemes": list(self.schemes[::-1])}}
             yield Candidate(f"formats by layer{at}, table {table}", "mixed", [*packed_table(table), step])
 
 
