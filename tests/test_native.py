@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from compressor_runtime import PIECE_BYTES, RequestError, load, sha256
 from compressor_runtime.speculation.acceptance import Acceptance
 from compressor_runtime.speculation.kinds.lookup import Lookup
@@ -89,6 +90,18 @@ def packed_bundle(write_llama: Callable[..., Path]) -> Path:
     from compressor.passes.rtn import Rtn
 
     return write_llama(Rtn("W4A8_G32"), KvCache("INT8"), speculates=True)
+
+
+class AddHeads:
+    """Add heads that draft, which guess nothing: their weights are zero."""
+
+    def run(self, graph: Any, ctx: Any) -> Any:
+        from compressor.graph.kinds.draft_heads import add_heads
+        from compressor.graph.rewrite import set_parameter
+
+        for name in add_heads(graph, 1, 32):
+            set_parameter(graph, name, torch.zeros_like(graph.get_parameter(name), device="cpu"))
+        return graph
 
 
 @pytest.fixture
@@ -197,6 +210,16 @@ def test_drafted_tokens_change_no_token(runner: Runner, packed_bundle: Path, rep
             assert figures(run) == [1, tokens - 4, tokens - 4, tokens - 3, 2]
     run = runner(packed_bundle, prompt, "--max-tokens", 20, "--speculate", "off")
     assert ids_of(run) == expected[:20] and not run.stderr
+
+
+def test_a_bundle_with_heads_drafts_by_lookup(runner: Runner, write_llama: Callable[..., Path], repeating: Run) -> None:
+    from compressor.passes.kv_cache import KvCache
+    from compressor.passes.rtn import Rtn
+
+    headed = write_llama(AddHeads(), Rtn("W4A8_G32"), KvCache("INT8"), speculates=True)
+    assert "heads" in load(headed, threads=1).speculations
+    run = runner(headed, repeating.prompt, "--max-tokens", 3 + repeating.accepted, "--speculate", "lookup")
+    assert ids_of(run) == repeating.expected[: 3 + repeating.accepted] and figures(run)[0] >= 1
 
 
 def test_a_text_ends_in_a_run_of_drafted_tokens(

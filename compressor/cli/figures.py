@@ -31,6 +31,8 @@ def quantity(key: str, value: object) -> str:
     """Write the figure of that name: bytes with a unit, thousands with commas, no exponent where digits will do."""
     if value is None:
         return ""
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if key.endswith(("bytes", "bytes_per_token", "bytes_before", "bytes_after")):

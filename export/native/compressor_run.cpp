@@ -520,7 +520,12 @@ std::map<std::string, Sizes> read_entries(const json::Object& manifest, size_t p
 
 // --- the kernels
 
+// An idle worker of TVM's yields so often before it sleeps.  Its own 300,000 times take minutes where other processes
+// want the processor, and the end of a process waits for them; these are half a millisecond where none does.
+constexpr const char* kSpins = "1000";
+
 void configure_threads(int threads) {
+  setenv("TVM_THREAD_POOL_SPIN_COUNT", kSpins, 0);
   std::vector<int> cpus = usable_cpus();
   ffi::Array<ffi::String> names;  // TVM makes a pool as large as this list when it makes one
   while (names.size() < size_t(threads)) {
@@ -556,6 +561,7 @@ class Kernels {
 
   bool verifies() const { return entries_.count("verify") != 0; }  // drafted tokens
 
+  // The first result, logits: some bundles' `verify` gives hidden states behind them.
   ffi::Tensor call(const std::string& name, std::vector<ffi::Any> arguments) const {
     const Entry& entry = entries_.at(name);
     arguments.push_back(entry.parameters);
@@ -563,7 +569,9 @@ class Kernels {
     ffi::Any result;
     try {
       entry.function.value().CallPacked(views.data(), int32_t(views.size()), &result);
-      return result.cast<ffi::Tensor>();
+      // Where heads draft, what verifies also gives the hidden states that they read, behind the logits.
+      auto several = result.as<ffi::Array<ffi::Tensor>>();
+      return several && !several->empty() ? (*several)[0] : result.cast<ffi::Tensor>();
     } catch (const std::exception& error) {
       fail(kUnusable, library_.string(), ": does not take what manifest.json describes: ", error.what());
     }
@@ -657,9 +665,9 @@ class Session {
     caches_.resize(size_t(2 * model_.layers));
     for (Bytes& cache : caches_) {  // keys of every layer, then values; at most one is held twice
       Bytes grown = zeros(size_t(bytes));
-      for (int64_t head = 0; head < model_.kv_heads && position_ != 0; ++head) {
+      for (int64_t head = 0; head < model_.kv_heads && capacity_ != 0; ++head) {  // with rows of drafted tokens
         std::memcpy(grown.get() + head * head_bytes, cache.get() + head * capacity_ * model_.row_bytes,
-                    size_t(position_ * model_.row_bytes));
+                    size_t(capacity_ * model_.row_bytes));
       }
       cache = grown;
     }
@@ -742,19 +750,19 @@ Options read_options(const std::vector<std::string>& arguments) {
 }
 
 // Where drafts are wanted, what makes them.
-std::optional<lookup::Drafts> make_drafts(const Options& options, const Model& model, const Kernels& kernels) {
+std::unique_ptr<speculation::Drafts> make_drafts(const Options& options, const Model& model, const Kernels& kernels) {
   bool preset = model.speculate == "lookup" || model.speculate == "auto";
-  if (options.speculate.empty() ? !preset : options.speculate == "off") return std::nullopt;
+  if (options.speculate.empty() ? !preset : options.speculate == "off") return nullptr;
   if (!kernels.verifies()) {
     fail(kBadRequest, "speculate='lookup': ", options.bundle.string(), " has no kernels that verify drafted tokens; ",
          "make it with `speculate: lookup` in its recipe (target x86)");
   }
-  return lookup::Drafts();
+  return std::make_unique<lookup::Lookup>();
 }
 
 // Prints the likeliest tokens, each as soon as it is there; with drafts they are the same.
 void generate(Session& session, const Model& model, const Options& options, std::vector<float> logits,
-              lookup::Drafts* drafts) {
+              speculation::Drafts* drafts) {
   Sizes text = options.ids;
   int64_t left = std::min(options.max_tokens - 1, session.left()) + 1;  // the last token needs no position
   auto choose = [&](const float* row, size_t count) {  // false where an end of the text is chosen
@@ -773,9 +781,9 @@ void generate(Session& session, const Model& model, const Options& options, std:
     Sizes drafted = drafts == nullptr ? Sizes() : drafts->draft(text, model.ends, size_t(left - 1));
     Sizes read = {text.back()};  // what was chosen last, and guesses of what follows it
     read.insert(read.end(), drafted.begin(), drafted.end());
-    auto begin = lookup::Pace::Clock::now();
+    auto begin = speculation::Pace::Clock::now();
     logits = drafted.empty() ? session.step(read) : session.verify(read);
-    double seconds = lookup::Pace::since(begin);
+    double seconds = speculation::Pace::since(begin);
     size_t width = logits.size() / (drafted.size() + 1), accepted = 0, known = text.size();
     while (choose(logits.data() + accepted * width, width) && accepted < drafted.size() &&
            text.back() == drafted[accepted]) {
@@ -797,19 +805,19 @@ void run(const Options& options) {
   check_files(root, manifest, threads);
   Model model = read_model(root, manifest);
   Kernels kernels(root, manifest, library, read_parameters(root, manifest, model.vocabulary), threads);
-  std::optional<lookup::Drafts> drafts = make_drafts(options, model, kernels);
+  std::unique_ptr<speculation::Drafts> drafts = make_drafts(options, model, kernels);
   int64_t prompt = int64_t(options.ids.size());
   Session session(kernels, model, prompt + std::min<int64_t>(options.max_tokens, 256));
-  auto begin = lookup::Pace::Clock::now();
+  auto begin = speculation::Pace::Clock::now();
   std::vector<float> logits = session.step(options.ids);
-  if (drafts) drafts->read_prompt(lookup::Pace::since(begin));
+  if (drafts) drafts->read_prompt(speculation::Pace::since(begin));
   if (!options.logits.empty()) {
     std::ofstream file(options.logits, std::ios::binary);
     file.write(reinterpret_cast<const char*>(logits.data()), std::streamsize(logits.size() * sizeof(float)));
     if (!file.flush()) fail(kUnusable, options.logits.string(), ": cannot be written; choose another place");
   }
-  generate(session, model, options, std::move(logits), drafts ? &*drafts : nullptr);
-  if (drafts) std::cerr << drafts->counts.text() << std::endl;
+  generate(session, model, options, std::move(logits), drafts.get());
+  if (drafts) std::cerr << drafts->report() << std::endl;
 }
 
 int report(Code code, std::string message) {  // in one line that no terminal would obey

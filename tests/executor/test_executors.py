@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from missing import skip_or_fail
 
 from compressor.errors import CompressorError, UsageError
 from compressor.executor import jobs
@@ -133,7 +134,7 @@ def test_names_that_mean_nothing(name: str, message: str) -> None:
 def cluster(importable: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Start a cluster of two workers on this machine."""
     if importlib.util.find_spec("ray") is None:
-        pytest.skip("Ray is not installed: pip install 'compressor[ray]' (150 MB, which CI does without)")
+        skip_or_fail("Ray is not installed: pip install 'compressor[ray]'")
     ports = [free_port() for _ in range(3)]
     start = [sys.executable, "-m", "ray.scripts.scripts"]
     options = [f"--port={ports[0]}", f"--ray-client-server-port={ports[1]}", f"--dashboard-port={ports[2]}"]
@@ -173,6 +174,7 @@ def test_a_cluster_gives_the_bits_of_this_process(cluster: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("address", ["ray://127.0.0.1:1", "ray://", "ray://host:wrong"])
 def test_an_address_that_does_not_answer(address: str) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'compressor[ray]'")
+    if importlib.util.find_spec("ray") is None:
+        skip_or_fail("Ray is not installed: pip install 'compressor[ray]'")
     with pytest.raises(UsageError, match=r"executor ray://.*(nothing answers|no host and port|Port could not)"):
         make_executor(address)

@@ -10,6 +10,8 @@ from compressor_runtime.manifest import checked_model
 from compressor_runtime.speculation.drafts import Drafts
 from compressor_runtime.speculation.pace import Always
 
+from compressor.cli.contents import inspect_path
+from compressor.cli.show_run import show_inspection
 from compressor.errors import RecipeError
 from compressor.host.resources import resource
 from compressor.recipe.recipe import load_recipe
@@ -21,8 +23,8 @@ RECIPE = resource("recipes") / "speculate_self_x86.yaml"
 
 
 @pytest.mark.usefixtures("no_speed")
-def test_the_bundle_says_what_its_drafts_leave_out_and_gives_the_text_of_plain_steps(
-    short_reference: Path, tmp_path: Path
+def test_the_bundle_says_what_its_drafts_leave_out_repeats_locked_and_gives_the_text_of_plain_steps(
+    short_reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = [f"model={short_reference}", "tune=off", "calibration.samples=4", "evaluation.tokens=64"]
     outcome = run_recipe(load_recipe(RECIPE, overrides), tmp_path / "bundle", threads=1)
@@ -31,6 +33,11 @@ def test_the_bundle_says_what_its_drafts_leave_out_and_gives_the_text_of_plain_s
     assert bundle.model["speculate"] == "self" and bundle.speculations == ("lookup", "recycle", "self", "auto")
     assert 1 <= len(skips) <= 4 and all(one["without"] and names.issuperset(one["without"]) for one in skips)
     assert read_lock(outcome.bundle)["skips"] == skips
+    content = inspect_path(outcome.bundle)
+    assert (content["speculate"], content["skips"]) == ("self", skips)
+    show_inspection(content)
+    shown = capsys.readouterr().out
+    assert "speculate: self" in shown and ", ".join(skips[0]["without"]) in shown
     (note,) = (remark for remark in outcome.remarks if remark.startswith("speculate: self, without "))
     assert f"a draft step costs {skips[0]['cost']:.2g} of a step, acceptance {skips[0]['agreement']:.2g}, " in note
     bundle._drafts = Drafts(bundle.model["vocab_size"], Always(), bundle.entries, bundle.model)
@@ -38,6 +45,11 @@ def test_the_bundle_says_what_its_drafts_leave_out_and_gives_the_text_of_plain_s
         wanted = "".join(bundle.generate("Return the ", max_tokens=40, speculate="off", **options))
         found = bundle.generate("Return the ", max_tokens=40, **options)
         assert "".join(found) == wanted and found.speculation.kind == "self" and found.speculation.verifications > 2
+
+    locked = read_lock(outcome.bundle)
+    again = run_recipe(load_recipe(RECIPE, overrides), tmp_path / "again", threads=1, locked=locked)
+    assert not any("speculate: self" in remark for remark in again.remarks)  # nothing was measured
+    assert (again.bundle / "manifest.json").read_bytes() == (outcome.bundle / "manifest.json").read_bytes()
 
     one = skips[0]
     for wrong in ([], [{**one, "without": ["ffn_9"]}], [{**one, "cost": -1.0}], [{**one, "agreement": 1}], [{}]):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from compressor_runtime import available_cores
+from compressor_runtime.vm import configure_threads
 from tiny_bundle import POSITIONS, VOCAB, WIDTH, TinyLanguageModel, edit_manifest, greedy
 
 from compressor.runtime import Bundle, RequestError, load
@@ -201,3 +202,13 @@ def test_a_thread_whose_pool_is_too_small_is_replaced(bundle_folder: Path, model
     assert seen == [greedy(model, [0, 5], 4), True]
     assert several.session().step([[5]]).shape == (1, 1, VOCAB)
     assert os.sched_getaffinity(0) == affinity and 1 <= available_cores() <= len(affinity)
+
+
+def test_idle_workers_soon_sleep_unless_the_environment_says_otherwise(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "TVM_THREAD_POOL_SPIN_COUNT"
+    monkeypatch.delenv(name, raising=False)
+    assert configure_threads(1) and int(os.environ[name]) <= 1000  # 300,000 keep a busy machine's processes from ending
+    monkeypatch.setenv(name, "7")
+    assert configure_threads(1) and os.environ[name] == "7"

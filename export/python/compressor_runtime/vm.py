@@ -49,6 +49,9 @@ finally:
     sys.meta_path.remove(_hide)
 
 _SHARE_CORES = -3  # TVM's kSpecifyThreadShareAllCore: threads may run on all the given cores, none is pinned
+_SPINS = "1000"
+"""An idle worker of TVM's yields so often before it sleeps.  Its own 300,000 times take minutes where other processes
+want the processor, and the end of a process waits for them; these are half a millisecond where none does."""
 _configured = threading.local()  # .threads: how many this thread's pool of TVM workers was last set to
 _machines: weakref.WeakSet[Vm] = weakref.WeakSet()
 
@@ -134,6 +137,7 @@ def configure_threads(threads: int) -> bool:
             "this process was forked from one that had computed with a bundle, and has not got its threads; "
             "fork before the first call, or start processes by spawn (multiprocessing.set_start_method)"
         )
+    os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", _SPINS)  # TVM reads it when its first worker begins
     cpus = [str(cpu) for cpu in sorted(os.sched_getaffinity(0))]
     cpus *= -(-threads // len(cpus))  # TVM makes a pool as large as this list when it makes one
     tvm_ffi.get_global_func("runtime.config_threadpool")(_SHARE_CORES, threads, cpus)

@@ -10,6 +10,7 @@ import pytest
 from compressor_runtime import RequestError
 from compressor_runtime.generation import Sampler
 from compressor_runtime.speculation.acceptance import Acceptance
+from compressor_runtime.speculation.chain import drafted_together
 from compressor_runtime.speculation.counts import Speculation
 from compressor_runtime.speculation.drafts import Drafts
 from compressor_runtime.speculation.hidden import Hidden
@@ -17,7 +18,7 @@ from compressor_runtime.speculation.kinds.heads import Heads, heads_prior
 from compressor_runtime.speculation.kinds.recycling import CANDIDATES
 from compressor_runtime.speculation.kinds.registry import AUTO, members, served
 from compressor_runtime.speculation.pace import Always, Pace
-from compressor_runtime.speculation.tree import Room
+from compressor_runtime.speculation.tree import Room, Tree
 from toy_target import ToyTarget, plain
 
 VOCAB, HEADS = 12, 3
@@ -81,15 +82,20 @@ def test_texts_are_those_of_plain_decoding(kind: str, temperature: float, pace: 
 
 def test_a_hidden_state_is_that_of_the_last_token_read() -> None:
     target, acceptance = Headed(batch=2), Acceptance(heads_prior)
-    draft = Heads(target.hidden, 1, Always(), acceptance)
+    draft, pace = Heads(target.hidden, 1, acceptance), Always()
     room = Room(15, 15, 0.02, Sampler(np.random.default_rng(0), 0.0, 0, 1.0))
     target.step([[1, 2], [3, 4]])
     draft.extend([3, 4, 5])
-    assert len(draft.propose(room)) == 0 and target.asked == 0  # no prompt keeps one, and now one is wanted
+
+    def proposed() -> Tree:
+        return drafted_together("heads", {0: draft.propose(room)}, pace, 2, 15)[0]
+
+    assert len(proposed()) == 0 and target.asked == 0  # no prompt keeps one, and now one is wanted
+    assert pace.draft_s("heads") is None  # nothing was read
     target.step([[6], [5]])
     assert target.hidden.of(1).tolist() == [5] and target.hidden.of(0).tolist() == [6]  # type: ignore[union-attr]
     draft.extend([7])
-    tree = draft.propose(room)
+    tree = proposed()
     assert target.asked == 1 and 3 < len(tree) <= 15
     best, text = -1, [5, 7]
     for depth in range(1, HEADS + 1):

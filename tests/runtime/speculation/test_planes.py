@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -13,11 +13,13 @@ import torch
 from compressor_runtime.device.host import Host
 from compressor_runtime.generation import Sampler
 from compressor_runtime.session import Session
+from compressor_runtime.speculation.chain import drafted_together
 from compressor_runtime.speculation.counts import Speculation
 from compressor_runtime.speculation.drafts import Drafts
 from compressor_runtime.speculation.engine import Engine, Text
 from compressor_runtime.speculation.kinds.registry import served
 from compressor_runtime.speculation.pace import Always
+from compressor_runtime.speculation.tree import Room
 from kernel_cases import Program
 from tiny_models import DECODERS, build, quantized, relative_error
 
@@ -74,28 +76,65 @@ def test_a_draft_computes_what_the_graph_of_upper_planes_does() -> None:
     assert error < 1e-5 and other > 1e-2, (error, other)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_texts_are_those_of_plain_steps(temperature: float) -> None:
-    """Two sequences of different lengths, whose drafts are verified together."""
+PROMPTS = ([5, 6, 7], [1, 2], [9, 9, 4, 3], [8])
+
+
+def read(session: Session, slot: int) -> Any:
+    """Let a session read a prompt; returns logits behind it."""
+    prompt = PROMPTS[slot]
+    slots = [0 if session.batch == 1 else slot] * len(prompt)
+    logits = session.verify(prompt, range(-1, len(prompt) - 1), slots)
+    session.accept({slots[0]: range(len(prompt))})
+    return logits[-1]
+
+
+def sampler(slot: int, temperature: float) -> Sampler:
+    return Sampler(np.random.default_rng(slot), temperature, 0, 0.9)
+
+
+@pytest.mark.parametrize(("batch", "temperature"), [(1, 0.0), (2, 0.7), (4, 0.0)])
+def test_texts_are_those_of_plain_steps(batch: int, temperature: float) -> None:
+    """Sequences of different lengths, which are drafted together, verified together, and end at different times."""
     _, open_session, _ = compiled()
-    prompts, session = ([5, 6, 7], [1, 2]), open_session(2)
+    session = open_session(batch)
     drafts, counts = Drafts(VOCAB, Always(), ENTRIES), Speculation("planes")
     assert served(ENTRIES) == ("lookup", "recycle", "planes", "auto") and "planes" not in served(("verify", "main"))
-
-    def sampler(slot: int) -> Sampler:
-        return Sampler(np.random.default_rng(slot), temperature, 0, 0.9)
-
     texts = []
-    for slot, prompt in enumerate(prompts):
-        logits = session.verify(prompt, range(-1, len(prompt) - 1), [slot] * len(prompt))
-        session.accept({slot: range(len(prompt))})
-        texts.append(Text(slot, [*prompt], drafts.start("planes", session, slot), sampler(slot), {}, 30))
-        texts[-1].choose(logits[-1])
+    for slot, prompt in enumerate(PROMPTS[:batch]):
+        logits = read(session, slot)
+        own = drafts.start("planes", session, slot)
+        texts.append(Text(slot, [*prompt], own, sampler(slot, temperature), {}, 30 - 7 * slot))
+        texts[-1].choose(logits)
     assert list(Engine(session, drafts.pace, drafts.acceptance, counts).rounds(texts))
     assert counts.accepted > 10 and (not temperature or counts.drafted > counts.accepted)
-    for slot, prompt in enumerate(prompts):
-        plain, choose = open_session(), sampler(slot)
+    for slot, prompt in enumerate(PROMPTS[:batch]):
+        plain, choose = open_session(), sampler(slot, temperature)
         tokens = [choose.pick(plain.step([prompt])[0, -1])]
-        while len(tokens) < 30:
+        while len(tokens) < 30 - 7 * slot:
             tokens.append(choose.pick(plain.step([tokens[-1:]])[0, -1]))
         assert texts[slot].tokens[len(prompt) :] == tokens
+
+
+def test_drafts_of_several_texts_in_one_call_are_those_of_each_alone() -> None:
+    _, open_session, _ = compiled()
+    calls: list[tuple[int, ...]] = []
+
+    def proposed(session: Session, slots: Sequence[int]) -> list[tuple[list[int], list[float]]]:
+        def draft(entry: str, tokens: Any, ahead: Any, own: Any) -> Any:
+            calls.append(own)
+            return step(entry, tokens, ahead, own)
+
+        step, session.draft = session.draft, draft  # type: ignore[method-assign]
+        drafts, walks = Drafts(VOCAB, Always(), ENTRIES), {}
+        for slot in slots:
+            token = int(read(session, slot).argmax())
+            (chain,) = drafts.start("planes", session, 0 if session.batch == 1 else slot)
+            chain.extend([*PROMPTS[slot], token])
+            walks[slot] = chain.propose(Room(3 + slot, 15, 0.02, sampler(slot, 0.7)))
+        trees = drafted_together("planes", walks, drafts.pace, 4, 28)
+        return [(trees[slot].tokens, trees[slot].chances) for slot in slots]
+
+    alone = [proposed(open_session(), [slot])[0] for slot in range(4)]
+    calls.clear()
+    assert proposed(open_session(4), range(4)) == alone and [len(tokens) for tokens, _ in alone] == [3, 4, 5, 6]
+    assert calls == [(0, 1, 2, 3)] * 3 + [(1, 2, 3), (2, 3), (3,)]

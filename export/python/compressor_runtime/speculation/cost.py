@@ -91,35 +91,38 @@ def is_worth_drafting(
     seconds: Callable[[int], float],
     draft_s: float,
     margin: float = 0.0,
+    together: int = 1,
 ) -> bool:
     """Tell whether to draft a further token of a chain, given what drafting and verifying take.
 
     Time has a price, the most tokens per second that can be had: those of plain steps, or of chains of the best length
     (:func:`forecast`).  A further token is drafted if some number of further ones, at that price, is expected to bring
-    more than verifying the chain as it stands.  What was spent on it is spent either way.
+    more than verifying the chain as it stands.  What was spent on it is spent either way.  Where texts draft together,
+    a token of each in one call, the others are taken to be like this one.
 
     Args:
         chances: probability that each token drafted so far is accepted, falling.
         following: probability that a further one is right, given that those before it are.
         most: tokens of the chain, at most.
-        sequences: texts that get one token each and wait while one of them drafts.
+        sequences: texts that get one token each and wait while some of them draft.
         seconds: rows -> time of a verification of so many.
-        draft_s: time of drafting one token.
+        draft_s: time of drafting one token, of each text that drafts.
         margin: how much better than plain steps it must be.
+        together: texts that draft.
     """
     plain = (1 + margin) * sequences / seconds(sequences)
-    fresh = (sequences - 1 + expected_tokens(following, n) for n in range(1, most + 1))
+    fresh = (sequences - together + together * expected_tokens(following, n) for n in range(1, most + 1))
     price = max(
         plain,
-        *(tokens / (seconds(sequences + n) + n * draft_s) for n, tokens in enumerate(fresh, 1)),
+        *(tokens / (seconds(sequences + together * n) + n * draft_s) for n, tokens in enumerate(fresh, 1)),
         0.0,
     )
     count = len(chances)
-    now = -price * seconds(sequences + count)
+    now = -price * seconds(sequences + together * count)
     last, gained = chances[-1] if chances else 1.0, 0.0
     for n in range(1, most - count + 1):
         last *= following
-        gained += last
-        if gained - price * (seconds(sequences + count + n) + n * draft_s) > now:
+        gained += together * last
+        if gained - price * (seconds(sequences + together * (count + n)) + n * draft_s) > now:
             return True
     return False

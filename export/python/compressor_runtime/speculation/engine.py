@@ -12,7 +12,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,9 +20,10 @@ from numpy.typing import ArrayLike, NDArray
 from compressor_runtime.errors import RequestError
 from compressor_runtime.generation import Sampler
 from compressor_runtime.speculation.acceptance import Acceptance
+from compressor_runtime.speculation.chain import drafted_together
 from compressor_runtime.speculation.counts import Speculation
 from compressor_runtime.speculation.pace import Pace
-from compressor_runtime.speculation.tree import Draft, Room, Tree
+from compressor_runtime.speculation.tree import Draft, Room, Tree, Walk
 
 MOST_ROWS = 32
 """Rows of a verification, of all sequences together: for so many a row's bits do not depend on the others."""
@@ -179,7 +179,7 @@ class Engine:
         """Draft for each text, and take the likeliest of all nodes, as many as are expected to pay."""
         room = self._most_rows - len(live)
         begin, before_s = self._pace.clock(), self._counts.draft_s
-        parts = [_Round(text, self._propose(text, len(live), room)) for text in live]
+        parts = [_Round(text, tree) for text, tree in zip(live, self._propose(live, room), strict=True)]
         useful = [part.drafted.without(part.text.ends) for part in parts]  # an end needs no row of its own
         ranked = sorted(
             ((-chance, index, node) for index, tree in enumerate(useful) for node, chance in enumerate(tree.chances))
@@ -192,25 +192,28 @@ class Engine:
         self._share(live, begin, before_s)
         return parts
 
-    def _propose(self, text: Text, sequences: int, room: int) -> Tree:
-        most = min(room, text.left - 1, MOST_NODES)  # behind as many tokens as may come, no row is of use
-        tree = Tree()
-        may, several = self._pace.may_draft, len(text.drafts)
-        text.awake = [draft for draft in text.drafts if most > 0 and may(draft.name, sequences, several)]
-        for draft in text.awake:
-            begin = self._pace.clock()
-            draft.extend(text.tokens[text.told.get(draft.name, 0) :])
-            text.told[draft.name] = len(text.tokens)
-            goes_on = partial(self._pace.goes_on, draft.name, sequences, most)
-            found = draft.propose(
-                Room(most, most, self._pace.least_chance(sequences), text.sampler, goes_on, text.ends)
-            )
-            if len(tree):
-                tree.merge(found)
-            else:
-                tree = found
-            self._charge(draft.name, begin)
-        return tree
+    def _propose(self, live: Sequence[Text], room: int) -> list[Tree]:
+        """Return what the drafts of each text guess: kind by kind, as each leaves its own behind the stored tokens."""
+        trees, rooms, count = [Tree() for _ in live], [], len(live)
+        for text in live:
+            most = min(room, text.left - 1, MOST_NODES)  # behind as many tokens as may come, no row is of use
+            rooms.append(Room(most, most, self._pace.least_chance(count), text.sampler, text.ends))
+            may, several = self._pace.may_draft, len(text.drafts)
+            text.awake = [draft for draft in text.drafts if most > 0 and may(draft.name, count, several)]
+        for name in dict.fromkeys(draft.name for text in live for draft in text.awake):
+            begin, proposals = self._pace.clock(), dict[int, Tree | Walk]()
+            for place, text in enumerate(live):
+                for draft in (one for one in text.awake if one.name == name):
+                    draft.extend(text.tokens[text.told.get(name, 0) :])
+                    text.told[name] = len(text.tokens)
+                    proposals[place] = draft.propose(rooms[place])
+            for place, found in drafted_together(name, proposals, self._pace, count, room).items():
+                if len(trees[place]):
+                    trees[place].merge(found)
+                else:
+                    trees[place] = found
+            self._charge(name, begin)
+        return trees
 
     def _share(self, texts: Sequence[Text], begin: float, before_s: float) -> None:
         """Book what drafts have cost together since ``begin``, when ``before_s`` were booked."""

@@ -9,6 +9,7 @@ from functools import partial
 from statistics import median
 
 from compressor_runtime.speculation.cost import best_count, is_worth_drafting
+from compressor_runtime.speculation.tree import Wish
 
 _WINDOW = 9  # last times of each size, of which the median counts
 _STALE_ROUNDS = 256  # a size that was not seen for so long is tried again, if accounts allow
@@ -41,7 +42,7 @@ class Pace:
         self._rounds = 0
         self._elapsed_s = 0.0
         self._accounts: dict[str, float] = {}
-        self._draft_times: dict[str, deque[float]] = {}  # of one token of a draft that runs a model
+        self._draft_times: dict[str, dict[int, deque[float]]] = {}  # of models that draft, by the texts of a call
         self._tried: dict[str, int] = {}  # draft -> number of the round when it last drafted
 
     def note(self, rows: int, seconds: float, count: int = 1) -> None:
@@ -59,38 +60,63 @@ class Pace:
         self._medians[rows] = median(times)
         self._seen[rows] = self._rounds
 
-    def note_draft(self, name: str, seconds: float) -> None:
-        """Remember the time of one token of a draft that runs a model."""
-        self._draft_times.setdefault(name, deque(maxlen=_WINDOW)).append(seconds)
+    def note_draft(self, name: str, seconds: float, texts: int = 1) -> None:
+        """Remember the time in which a model drafted one token of each of so many texts, in one call."""
+        by_texts = self._draft_times.setdefault(name, {})
+        by_texts.setdefault(texts, deque(maxlen=_WINDOW)).append(seconds)
         self._tried[name] = self._rounds
 
-    def draft_s(self, name: str) -> float | None:
-        """Return the time of one token of a draft that runs a model; None before two: the first says little."""
-        times = self._draft_times.get(name, ())
-        return median(times) if len(times) > 1 else None
+    def draft_s(self, name: str, texts: int = 1) -> float | None:
+        """Return the time in which a model drafts one token of each of so many texts, in one call.
 
-    def goes_on(self, name: str, sequences: int, most: int, chances: Sequence[float], following: float) -> bool:
-        """Tell whether a draft that runs a model should draft a further token.
+        It is measured, or on a line between measured numbers of texts; fewer than any measured are taken to need the
+        same time.  None before one was measured twice: the first says little.
+        """
+        measured = self._draft_times.get(name, {}).items()
+        known = sorted((count, median(times)) for count, times in measured if len(times) > 1)
+        return on_lines(known, max(texts, known[0][0])) if known else None
 
-        A draft that was not expected to pay is tried again, with one token, after so many rounds as a size of
-        verifications is.
+    def going(self, name: str, sequences: int, room: int, wishes: Mapping[int, Wish]) -> dict[int, Wish]:
+        """Return those of the drafts that should go on by a token, which one model reads in one call.
+
+        Those that would not pay beside the others are left out, until all that are left do.  Drafts that were not
+        expected to pay are tried again, with one token, after so many rounds as a size of verifications is.
 
         Args:
-            name: of the draft.
-            sequences: texts that wait for it.
-            most: tokens that it may draft.
-            chances: of those it has drafted, falling.
-            following: probability that the next one is right, given that those before it are.
+            name: of the kind.
+            sequences: texts that wait for the drafts.
+            room: drafted tokens that may be verified, of all texts together.
+            wishes: of each draft; all have drafted as many tokens.
         """
-        if not self.knows(sequences):
-            return False
-        draft_s = self.draft_s(name)
-        if draft_s is None or (not chances and self._rounds - self._tried[name] > _STALE_ROUNDS):
-            return not chances
-        known = self._known(sequences)
-        most = min(most, known[-1][0] + max(_FIRST_ROWS, known[-1][0]) - sequences)
-        seconds = partial(on_lines, known)
-        return is_worth_drafting(chances, following, most, sequences, seconds, draft_s, _MARGIN)
+        going = dict(wishes) if self.knows(sequences) else {}
+        if going and not any(wish.chances for wish in going.values()) and self._is_untried(name, len(going)):
+            return going
+        known = self._known(sequences) if going else []
+        while going and (draft_s := self.draft_s(name, len(going))) is not None:
+            rows = min(room, known[-1][0] + max(_FIRST_ROWS, known[-1][0]) - sequences)
+            paying = {
+                place: wish
+                for place, wish in going.items()
+                if is_worth_drafting(
+                    wish.chances,
+                    wish.following,
+                    min(wish.most, max(1, rows // len(going))),
+                    sequences,
+                    partial(on_lines, known),
+                    draft_s,
+                    _MARGIN,
+                    len(going),
+                )
+            }
+            if len(paying) == len(going):
+                return going
+            going = paying
+        return {}
+
+    def _is_untried(self, name: str, texts: int) -> bool:
+        """Tell whether no draft of this kind was measured for long, or the model with so many texts hardly at all."""
+        times = self._draft_times.get(name, {}).get(texts, ())
+        return len(times) < 2 or self._rounds - self._tried[name] > _STALE_ROUNDS
 
     def wait(self, seconds: float) -> None:
         """Count the time of a prompt, in which no token came."""
@@ -206,9 +232,9 @@ class Always(Pace):
         """Return 2%."""
         return _LEAST_CHANCE
 
-    def goes_on(self, name: str, sequences: int, most: int, chances: Sequence[float], following: float) -> bool:
-        """Return True."""
-        return True
+    def going(self, name: str, sequences: int, room: int, wishes: Mapping[int, Wish]) -> dict[int, Wish]:
+        """Return all drafts."""
+        return dict(wishes)
 
     def may_draft(self, name: str, sequences: int, drafts: int = 1) -> bool:
         """Return True."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Container, Generator, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,8 +96,6 @@ class Room:
         sampler: chooses the text's tokens.  A draft that has a distribution may look at the uniform numbers that the
             next choices will be made with (:meth:`~compressor_runtime.generation.Sampler.ahead`) and choose with them:
             it then agrees with the model as often as one random number allows.
-        goes_on: (chances of the tokens drafted so far, chance that a further one is right if they are) -> whether a
-            draft that takes time for each token should draft it.
         ends: tokens that end the text, behind which no draft is of use.
     """
 
@@ -105,8 +103,51 @@ class Room:
     depth: int
     least: float
     sampler: Sampler
-    goes_on: Callable[[Sequence[float], float], bool] = lambda _chances, _following: True
     ends: Container[int] = ()
+
+
+class Stepper(Protocol):
+    """A model that drafts; it may be a part of the model that verifies.
+
+    Texts whose models are equal, and so have equal hashes, are read by one of these in one call.
+    """
+
+    def step(self, tokens: Sequence[int], ahead: Sequence[int], slots: Sequence[int]) -> NDArray[np.float32]:
+        """Read a token of each of some texts; return logits [R, N, V] of the N tokens behind each, which may be 0.
+
+        Args:
+            tokens: [R], a text's pending token, or one that was drafted.
+            ahead: [R], tokens that were read before it in this draft, so that its position is the text's stored length
+                plus this.  Its keys and values go there, behind the stored ones, and whatever is verified writes over
+                them.
+            slots: [R], numbers of the texts in their session, which differ.
+        """
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A token that a draft would have a model read next.
+
+    Attributes:
+        model: that reads it.
+        slot, token, ahead: one of each that :meth:`Stepper.step` takes.
+        most: tokens that the text may draft.
+        chances: of those it has drafted, falling.
+        following: probability that the next one is right, given that those before it are.
+    """
+
+    model: Stepper
+    slot: int
+    token: int
+    ahead: int
+    most: int
+    chances: Sequence[float]
+    following: float
+
+
+Walk: TypeAlias = Generator[Wish, "NDArray[np.float32] | None", Tree]
+"""A draft that goes on: it is sent logits [N, V] of what follows the token that it wished for, or None where that would
+not pay, and returns its tree."""
 
 
 class Draft(Protocol):
@@ -126,5 +167,5 @@ class Draft(Protocol):
     def observe(self, tokens: NDArray[np.int64], logits: NDArray[np.float32]) -> None:
         """Look at what the model computed: tokens [T], accepted or not, and logits [T, V] of what comes after each."""
 
-    def propose(self, room: Room) -> Tree:
-        """Return continuations of the text as it stands; empty where there is no guess."""
+    def propose(self, room: Room) -> Tree | Walk:
+        """Return continuations of the text, empty where there is no guess, or a walk that asks a model for them."""

@@ -7,6 +7,7 @@ are likeliest by what was accepted so far.  Head i gives the candidates of depth
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,8 +19,24 @@ from compressor_runtime.speculation.candidates import best_first, top_candidates
 from compressor_runtime.speculation.hidden import HEADS, Hidden
 from compressor_runtime.speculation.kinds.kind import VERIFY, Kind, Shared
 from compressor_runtime.speculation.kinds.recycling import CANDIDATES, recycling_prior
-from compressor_runtime.speculation.pace import Pace
-from compressor_runtime.speculation.tree import Room, Tree
+from compressor_runtime.speculation.tree import Room, Tree, Walk, Wish
+
+
+@dataclass(frozen=True)
+class _LastStates:
+    """Read the tokens behind the last hidden states of a session."""
+
+    hidden: Hidden
+
+    def step(self, tokens: Sequence[int], ahead: Sequence[int], slots: Sequence[int]) -> NDArray[np.float32]:
+        """Return logits [R, heads, V] of what comes behind each text's last token; all of ``ahead`` are 0.
+
+        None, [R, 0, 0], where a state is missing: to ask for it lets the next step keep it.
+        """
+        states = [self.hidden.of(slot) for slot in slots]
+        if any(state is None for state in states):
+            return np.zeros((len(slots), 0, 0), np.float32)
+        return self.hidden.heads(states, tokens)
 
 
 class Heads:
@@ -30,15 +47,14 @@ class Heads:
     Args:
         hidden: of the session.
         slot: the text's sequence.
-        pace: times, which say whether asking the heads pays.
         acceptance: estimates by head and rank.
     """
 
     name = HEADS
     reads_logits = False
 
-    def __init__(self, hidden: Hidden, slot: int, pace: Pace, acceptance: Acceptance) -> None:
-        self._hidden, self._slot, self._pace, self._acceptance = hidden, slot, pace, acceptance
+    def __init__(self, hidden: Hidden, slot: int, acceptance: Acceptance) -> None:
+        self._hidden, self._slot, self._acceptance = hidden, slot, acceptance
         self._last = -1
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -48,17 +64,13 @@ class Heads:
     def observe(self, tokens: NDArray[np.int64], logits: NDArray[np.float32]) -> None:
         """Do nothing: hidden states are the session's."""
 
-    def propose(self, room: Room) -> Tree:
-        """Return the tree of the likeliest nodes, by head and rank."""
-        if not room.goes_on([], self._acceptance.chance(_head_sources(1)[0])):
+    def propose(self, room: Room) -> Walk:
+        """Ask the heads; return the tree of the likeliest nodes, by head and rank."""
+        following = self._acceptance.chance(_head_sources(1)[0])
+        logits = yield Wish(_LastStates(self._hidden), self._slot, self._last, 0, room.nodes, (), following)
+        if logits is None or not len(logits):
             return Tree()
-        state = self._hidden.of(self._slot)
-        if state is None:
-            return Tree()
-        begin = self._pace.clock()
-        logits = self._hidden.heads(state[None], [self._last])[0]  # [heads, V]
         found = top_candidates(logits, min(CANDIDATES, logits.shape[1])).tolist()
-        self._pace.note_draft(self.name, (self._pace.clock() - begin) / len(found))
 
         def candidates(_token: int, depth: int) -> list[int]:
             return found[depth - 1] if depth <= len(found) else []
@@ -73,7 +85,7 @@ def _head_sources(depth: int) -> Sequence[Hashable]:
 
 
 def _make(shared: Shared, session: Any, slot: int) -> Heads:
-    return Heads(session.hidden, slot, shared.pace, shared.acceptance)
+    return Heads(session.hidden, slot, shared.acceptance)
 
 
 def heads_prior(source: Hashable) -> float:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from compressor_runtime.speculation.acceptance import Acceptance
-from compressor_runtime.speculation.chain import Chain, Mean, Stepper, chain_prior
+from compressor_runtime.speculation.chain import Chain, Mean, chain_prior
 from compressor_runtime.speculation.pace import Pace
-from compressor_runtime.speculation.tree import Draft
+from compressor_runtime.speculation.tree import Draft, Stepper
 
 VERIFY = "verify"
 """The entry of a library that every kind needs."""
@@ -55,16 +55,16 @@ class Kind:
     facts: tuple[str, ...] = ()
 
 
-def kind_of_chains(name: str, stepper: Callable[[Any, int], Stepper], needs: tuple[str, ...]) -> Kind:
+def kind_of_chains(name: str, stepper: Callable[[Any], Stepper], needs: tuple[str, ...]) -> Kind:
     """Return the kind whose drafts are chains of a model.
 
     Args:
-        stepper: (session, slot) -> the model, for one text.
+        stepper: session -> the model; of one session they are equal.
         needs: entries that a library must have beside the one that verifies.
     """
 
     def make(shared: Shared, session: Any, slot: int) -> Chain:
         mean = shared.kept.setdefault(name, Mean())
-        return Chain(name, stepper(session, slot), shared.pace, shared.acceptance, mean)
+        return Chain(name, stepper(session), slot, shared.acceptance, mean)
 
     return Kind(name, make, chain_prior, (VERIFY, *needs))

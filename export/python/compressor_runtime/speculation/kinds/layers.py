@@ -6,6 +6,8 @@ go on from where the draft left them, so that their first layers are computed on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,21 +20,20 @@ REST = "rest"
 """The entry of a library that the layers behind the first ones are."""
 
 
+@dataclass(frozen=True)
 class FirstLayers:
-    """Draft one text with the first part of its model.
+    """Draft with the first part of the model.
 
-    Args:
+    Attributes:
         session: a :class:`compressor_runtime.session.Session` with parts.
-        slot: the text's sequence.
     """
 
-    def __init__(self, session: Any, slot: int) -> None:
-        self._session, self._slot = session, slot
+    session: Any
 
-    def step(self, token: int, ahead: int) -> NDArray[np.float32]:
-        """Read a token through the first layers, the last norm and the head; return logits [V]."""
-        rows = self._session.begin([token], [ahead], [self._slot])
-        logits: NDArray[np.float32] = self._session.parts.end(rows, [0])[0]
+    def step(self, tokens: Sequence[int], ahead: Sequence[int], slots: Sequence[int]) -> NDArray[np.float32]:
+        """Read a token of each of some texts through the first layers, the last norm and the head; logits [R, 1, V]."""
+        rows = self.session.begin(tokens, ahead, slots)
+        logits: NDArray[np.float32] = self.session.parts.end(rows, np.arange(len(tokens)))[:, None]
         return logits
 
 

@@ -6,6 +6,8 @@ its codes alone.  Its keys and values lie behind the stored ones until what is v
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,20 +19,19 @@ NAME = "planes"
 """Of the kind, and of the entry."""
 
 
+@dataclass(frozen=True)
 class UpperPlanes:
-    """Step through a draft of one sequence by the entry that reads upper planes.
+    """Step through drafts by the entry that reads upper planes.
 
-    Args:
+    Attributes:
         session: of the model.
-        slot: number of the sequence in it.
     """
 
-    def __init__(self, session: Any, slot: int) -> None:
-        self._session, self._slot = session, slot
+    session: Any
 
-    def step(self, token: int, ahead: int) -> NDArray[np.float32]:
-        """Read a token ``ahead`` places behind the stored ones; return logits [V] of what comes after it."""
-        logits: NDArray[np.float32] = self._session.draft(NAME, [token], [ahead], [self._slot])[0]
+    def step(self, tokens: Sequence[int], ahead: Sequence[int], slots: Sequence[int]) -> NDArray[np.float32]:
+        """Read a token of each of some texts, behind the stored ones; return logits [R, 1, V] of the next ones."""
+        logits: NDArray[np.float32] = self.session.draft(NAME, tokens, ahead, slots)[:, None]
         return logits
 
 

@@ -24,7 +24,7 @@ from compressor_runtime.speculation.cost import forecast
 from compressor_runtime.speculation.kinds.kind import VERIFY, Kind, Shared
 from compressor_runtime.speculation.pace import Pace
 from compressor_runtime.speculation.parts import BEGIN, END
-from compressor_runtime.speculation.tree import Room, Tree
+from compressor_runtime.speculation.tree import Room, Walk
 
 SKIPPING = "self"
 """Name of the kind."""
@@ -36,7 +36,7 @@ _OTHERS_EACH = 16  # drafts, of which one is by another subset than the best: ho
 _LAST_TIMES = 9  # times of a subset, of which the median counts
 
 
-@dataclass
+@dataclass(eq=False)
 class Subset:
     """Some of the parts of a model, and how drafts by them do.
 
@@ -44,7 +44,7 @@ class Subset:
         kept: indices of the parts that run, rising.
         agreement: how often its guesses are right; begins at what was measured on calibration text.
         cost: of one drafted token, in steps, as it was measured when the model was compressed.
-        seconds: of drafted tokens, the last ones.
+        seconds: of drafted tokens, the last ones; of tokens in one call, the share of each.
         tried: number of the draft that it made last.
     """
 
@@ -94,24 +94,28 @@ class Choice:
         return forecast(subset.agreement.value, cost, verification).speedup
 
 
+@dataclass(frozen=True)
 class Skipping:
-    """Step through a draft of one sequence by some of the parts.
+    """Step through drafts by some of the parts.
 
     Keys and values of the parts that run lie behind the stored ones until what is verified writes over them; the others
     keep theirs of verified tokens, which no draft of this subset reads.
 
-    Args:
+    Attributes:
         session: a :class:`compressor_runtime.session.Session` whose parts are halves of blocks.
-        slot: number of the sequence in it.
-        kept: indices of the parts that run.
+        pace: has the clock.
+        subset: the parts, and the times of their steps.
     """
 
-    def __init__(self, session: Any, slot: int, kept: Sequence[int]) -> None:
-        self._session, self._slot, self._kept = session, slot, kept
+    session: Any
+    pace: Pace
+    subset: Subset
 
-    def step(self, token: int, ahead: int) -> NDArray[np.float32]:
-        """Read a token ``ahead`` places behind the stored ones; return logits [V] of what comes after it."""
-        logits: NDArray[np.float32] = through(self._session, [token], [ahead], [self._slot], self._kept)[0]
+    def step(self, tokens: Sequence[int], ahead: Sequence[int], slots: Sequence[int]) -> NDArray[np.float32]:
+        """Read a token of each of some texts, behind the stored ones; return logits [R, 1, V] of the next ones."""
+        begin = self.pace.clock()
+        logits = through(self.session, tokens, ahead, slots, self.subset.kept)[:, None]
+        self.subset.seconds.append((self.pace.clock() - begin) / len(tokens))
         return logits
 
 
@@ -132,7 +136,8 @@ class Drafter:
 
     Args:
         shared: what the texts of the model share.
-        session, slot: as of :class:`Skipping`.
+        session: as of :class:`Skipping`.
+        slot: number of the text in it.
         choice: of subsets.
     """
 
@@ -142,7 +147,7 @@ class Drafter:
     def __init__(self, shared: Shared, session: Any, slot: int, choice: Choice) -> None:
         self._pace, self._choice = shared.pace, choice
         self._chains = [
-            Chain(SKIPPING, Skipping(session, slot, one.kept), shared.pace, shared.acceptance, one.agreement)
+            Chain(SKIPPING, Skipping(session, shared.pace, one), slot, shared.acceptance, one.agreement)
             for one in choice.subsets
         ]
 
@@ -154,13 +159,9 @@ class Drafter:
     def observe(self, tokens: NDArray[np.int64], logits: NDArray[np.float32]) -> None:
         """Do nothing: only the text counts."""
 
-    def propose(self, room: Room) -> Tree:
-        """Return a chain of tokens."""
-        index, begin = self._choice.next(self._pace), self._pace.clock()
-        tree = self._chains[index].propose(room)
-        if len(tree):
-            self._choice.subsets[index].seconds.append((self._pace.clock() - begin) / len(tree))
-        return tree
+    def propose(self, room: Room) -> Walk:
+        """Ask for a chain of tokens."""
+        return self._chains[self._choice.next(self._pace)].propose(room)
 
 
 def _make_skipping(shared: Shared, session: Any, slot: int) -> Drafter:
