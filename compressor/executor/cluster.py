@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 from collections.abc import Iterable
 from typing import Any
@@ -37,7 +38,7 @@ class RayCluster(Executor):
         if address != "auto":
             _check_answers(address)
         try:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=False)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=False)
         except Exception as error:  # of Ray's many kinds
             advice = "start one with `ray start --head`, or give --executor ray://host:port"
             raise UsageError(f"executor ray: no cluster at {address}: {_reason(error)}; {advice}") from error
@@ -67,7 +68,7 @@ class RayCluster(Executor):
                     pending[remote.remote(written(arguments))] = number
                 collect(0)
             finally:
-                for left in pending:
+                for left in pending if ray.is_initialized() else ():  # else a call would start a cluster here
                     with contextlib.suppress(Exception):  # a connection that is lost
                         ray.cancel(left, force=True)
         return [found[number] for number in range(len(found))]
