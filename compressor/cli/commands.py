@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import gc
-import math
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +32,6 @@ from compressor.cli.invocation import (
 from compressor.errors import GateError
 from compressor.host.threads import wait_passively
 
-
-class _Days(click.FloatRange):
-    """At least 0, and a number: NaN is neither older nor younger than anything."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        days = float(super().convert(value, param, ctx))
-        if math.isnan(days):
-            self.fail(f"{value} is not a number of days", param, ctx)
-        return days
-
-
-DAYS = _Days(0)
 _RECIPE_OPTIONS = (
     click.argument("recipe"),
     click.option("--model", help="Hugging Face folder or id, in place of the recipe's."),
@@ -165,6 +152,57 @@ def plan_command(recipe: str, probe: bool, as_json: bool, **changes: Any) -> Non
         plan = make_plan(loaded, measure=probe, reporter=reporter)
     emit(as_json, plan.to_json(), lambda: show_plan(plan))
     check_plan(plan, loaded.gates)
+
+
+@main.command()
+@click.argument("model")
+@click.option("--target", default="x86", show_default=True, help="Target to generate code for.")
+@click.option("--budget", required=True, metavar="KIND=AMOUNT", help="weight_bytes=4MB, or latency=0.6 of dense.")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Folder of the bundle.")
+@click.option("--calibration", default="python_docs", show_default=True, help="Text that passes use.")
+@click.option("--evaluation", default="python_docs_heldout", show_default=True, help="Text that candidates differ on.")
+@executor_option
+@threads_option
+@json_option
+@reported
+def auto(
+    model: str,
+    target: str,
+    budget: str,
+    output: Path,
+    calibration: str,
+    evaluation: str,
+    executor: str | None,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Choose a recipe for MODEL within a budget, write it as OUTPUT.yaml, and run it.
+
+    Candidates are formats, formats by layer, and fewer or narrower layers; that which predicts most like the dense
+    model is taken.
+    """
+    from compressor.cli.progress import progress
+    from compressor.cli.show_run import show_outcome, show_tried
+    from compressor.executor.named import make_executor
+    from compressor.recipe.recipe import load_recipe
+    from compressor.report.content import outcome_content
+    from compressor.run.automatic.candidates import read_budget
+
+    limit = read_budget(budget)
+    with signals.restored(), progress() as reporter, make_executor(executor) as jobs:
+        from compressor.run.automatic.job import choose_recipe
+        from compressor.run.job import run_recipe
+
+        texts = calibration, evaluation
+        place, tried = choose_recipe(model, target, limit, output, texts, jobs, reporter)
+        outcome = run_recipe(load_recipe(str(place)), output, reporter=reporter, threads=threads, executor=jobs)
+
+    def show() -> None:
+        show_tried(tried)
+        show_outcome(outcome, False)
+
+    candidates = [one.content() for one in tried]
+    emit(as_json, {"recipe": str(place), "candidates": candidates, **outcome_content(outcome)}, show)
 
 
 @main.command()
@@ -289,36 +327,6 @@ def show(name: str, as_json: bool) -> None:
 
     found = describe(name)
     emit(as_json, found, lambda: click.echo(found["text"]))
-
-
-@main.group()
-def cache() -> None:
-    """Show or empty the cache of finished blocks, in COMPRESS_CACHE_DIR or the user's cache folder."""
-
-
-@cache.command("list")
-@json_option
-@reported
-def cache_list(as_json: bool) -> None:
-    """List the finished blocks, the most recently used first."""
-    from compressor.cli.catalogue import cached
-    from compressor.cli.show_run import show_inspection
-
-    content = cached()
-    emit(as_json, content, lambda: show_inspection(content))
-
-
-@cache.command("prune")
-@click.option("--older-than", type=DAYS, default=0.0, metavar="DAYS", help="Keep what was used since.")
-@json_option
-@reported
-def cache_prune(older_than: float, as_json: bool) -> None:
-    """Remove finished blocks, and what killed runs left; runs that use one keep it."""
-    from compressor.pipeline.segment_cache import SegmentCache
-
-    removed = SegmentCache().prune(older_than)
-    content = {"removed_blocks": len(removed), "removed_bytes": sum(entry.size_bytes for entry in removed)}
-    emit(as_json, content, lambda: click.echo(f"removed {len(removed)} blocks, {content['removed_bytes']} bytes"))
 
 
 for _command in COMMANDS:

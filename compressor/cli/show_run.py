@@ -13,6 +13,7 @@ from compressor.evaluate.timing import CONFIDENCE
 
 if TYPE_CHECKING:
     from compressor.export.batch import Batch
+    from compressor.run.automatic.choice import Tried
     from compressor.run.outcome import Outcome
     from compressor.run.tune import Imported
 
@@ -88,6 +89,22 @@ def show_outcome(outcome: Outcome, time_passes: bool) -> None:
     command = "serve" if (outcome.bundle / "index.html").is_file() else "inspect"
     command = "generate" if command == "inspect" and "cache_bytes_per_token" in metrics else command
     console.print(f"wrote {outcome.bundle}; try: compress {command} {outcome.bundle}", highlight=False, markup=False)
+
+
+def show_tried(tried: Sequence[Tried]) -> None:
+    """Show what each candidate was foreseen to take, and what it takes and loses."""
+    table = Table(title="candidates")
+    steps = ("step, planned", "step, share of dense")
+    for heading in ("", "weights, planned", "weights", *steps, "KL, nats", "perplexity"):
+        table.add_column(heading, justify="right" if heading else "left")
+    table.add_column("")
+    forms = ("bytes", "bytes", "{:.3g} ms", "{:.3f}", "{:.4f}", "{:.3f}")
+    for one in tried:
+        measured = (one.latency, one.kl_divergence, one.perplexity)
+        values = (one.predicted_bytes, one.weight_bytes, one.predicted_ms, *measured)
+        cells = ["" if value is None else figure(value, form) for value, form in zip(values, forms, strict=True)]
+        table.add_row(one.candidate.name, *cells, "chosen" if one.chosen else one.note)
+    stdout_console().print(table)
 
 
 def _show_front(console: Console, front: Mapping[str, Any]) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 from collections.abc import Iterable
 from typing import Any
 from urllib.parse import urlsplit
 
-from compressor.errors import CompressorError, UsageError, first_line
+from compressor.errors import CompressorError, UsageError
 from compressor.executor.jobs import Arguments, Executor, answer, received, requests
 from compressor.progress import Reporter, Task
 
@@ -37,10 +38,10 @@ class RayCluster(Executor):
         if address != "auto":
             _check_answers(address)
         try:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=False)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=False)
         except Exception as error:  # of Ray's many kinds
             advice = "start one with `ray start --head`, or give --executor ray://host:port"
-            raise UsageError(f"executor ray: no cluster at {address}: {first_line(error)}; {advice}") from error
+            raise UsageError(f"executor ray: no cluster at {address}: {_reason(error)}; {advice}") from error
 
     def close(self) -> None:
         """Leave the cluster, which goes on."""
@@ -67,7 +68,7 @@ class RayCluster(Executor):
                     pending[remote.remote(written(arguments))] = number
                 collect(0)
             finally:
-                for left in pending:
+                for left in pending if ray.is_initialized() else ():  # else a call would start a cluster here
                     with contextlib.suppress(Exception):  # a connection that is lost
                         ray.cancel(left, force=True)
         return [found[number] for number in range(len(found))]
@@ -77,8 +78,14 @@ class RayCluster(Executor):
             text: str = self._ray.get(done)
         except Exception as error:  # the worker was lost too often, or cannot import compressor
             advice = "install this version of compressor on every machine of the cluster, and see its logs"
-            raise CompressorError(f"executor ray: {first_line(error)}; {advice}") from error
+            raise CompressorError(f"executor ray: {_reason(error)}; {advice}") from error
         return text
+
+
+def _reason(error: Exception) -> str:
+    """Return the first and the last line of an error, which have Python's message of a remote one between them."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(dict.fromkeys([lines[0], lines[-1]]))
 
 
 def _check_answers(address: str) -> None:

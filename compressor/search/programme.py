@@ -17,6 +17,19 @@ from compressor.search.knapsack import amount, solve
 _LARGEST = 1e4  # the solver's tolerances are absolute, a millionth
 _ROUNDING = 1e-9  # of a limit, for sums in another order
 
+
+class UnreachableError(UsageError):
+    """A limit that the smallest choice exceeds.
+
+    Attributes:
+        least: what the smallest choice takes.
+    """
+
+    def __init__(self, message: str, least: float) -> None:
+        super().__init__(message)
+        self.least = least
+
+
 Rows = Sequence[Sequence[float]]
 """A figure of each item's alternatives."""
 
@@ -105,13 +118,14 @@ def check_reachable(limits: Mapping[str, Limit]) -> None:
     """Refuse a limit that the smallest choice exceeds.
 
     Raises:
-        UsageError: names the limit and the least that can be reached.
+        UnreachableError: names the limit and the least that can be reached.
     """
     for name, limit in limits.items():
         if limit.least > limit.most + limit.rounding:
-            raise UsageError(
+            raise UnreachableError(
                 f"{name} of at most {amount(limit.most)}{limit.unit} cannot be met: the smallest architecture of this "
-                f"space has {amount(limit.least)}{limit.unit}; raise it, or add smaller alternatives"
+                f"space has {amount(limit.least)}{limit.unit}; raise it, or add smaller alternatives",
+                limit.least,
             )
 
 

@@ -1,0 +1,246 @@
+"""Plan and measure candidates for a budget, and choose the one that predicts most like the dense model.
+
+    candidates -> plan: bytes, step -> those that may fit -> passes, quality, time -> least divergence within the budget
+
+Quality is measured on the graph that the passes leave, which is what kernels are held to; the run of the chosen recipe
+measures its bundle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compressor.capture.capture import capture
+from compressor.codegen.backend import make_backend
+from compressor.data.load import load_data
+from compressor.errors import UsageError, first_line
+from compressor.evaluate.models import evaluation_window
+from compressor.evaluate.quality import EvalResult, GraphLogits, measure_quality
+from compressor.executor.jobs import Executor
+from compressor.graph.model import ModelInfo, weight_bytes
+from compressor.graph.sites import linear_sites
+from compressor.pipeline.pipeline import Pipeline
+from compressor.plan.passes import plan_passes
+from compressor.plan.prices import machine_prices
+from compressor.plan.roofline import rooflines
+from compressor.progress import Reporter
+from compressor.recipe.recipe import Recipe
+from compressor.run.automatic.candidates import Budget, Candidate, Formats, architecture, named, packed, packed_table
+from compressor.run.clock import Clock
+from compressor.run.prepare import Prepared, prepare
+from compressor.run.steps import Steps
+from compressor.search.programme import UnreachableError
+
+_UNIFORM_TRIED = 2
+"""Formats of one kind within the bytes that are measured, the largest: those with fewer bits lose more."""
+
+
+@dataclass
+class Tried:
+    """Hold a candidate, and what became of it.
+
+    Attributes:
+        predicted_bytes, predicted_ms: of the plan; None where there is none.
+        weight_bytes, kl_divergence, perplexity: measured on the graph behind the passes; None if it was not tried.
+        latency: a step, as a share of the dense model's on the target's kernels; None if it was not measured.
+        note: why it was not tried.
+        least: bytes that a search reaches at least, where they are above the budget.
+        chosen: it is the best within the budget.
+    """
+
+    candidate: Candidate
+    predicted_bytes: float | None = None
+    predicted_ms: float | None = None
+    weight_bytes: int | None = None
+    latency: float | None = None
+    kl_divergence: float | None = None
+    perplexity: float | None = None
+    note: str = ""
+    least: float | None = None
+    chosen: bool = False
+    graph: GraphModule | None = field(default=None, repr=False)
+
+    def content(self) -> dict[str, Any]:
+        """Return plain data for a report."""
+        figures = {name: value for name, value in vars(self).items() if name not in ("candidate", "graph")}
+        return {"name": self.candidate.name, "kind": self.candidate.kind, "passes": self.candidate.passes, **figures}
+
+
+class Choosing:
+    """Tries candidates of one model, target and budget.
+
+    Args:
+        setting: a recipe's keys but for ``passes``.
+    Raises:
+        UsageError: the model is not a decoder of text, or its data do not do.
+    """
+
+    def __init__(self, setting: Mapping[str, Any], budget: Budget, executor: Executor, reporter: Reporter) -> None:
+        self._setting, self._budget, self._executor, self._reporter = dict(setting), budget, executor, reporter
+        recipe = self.recipe([])
+        self._captured = capture(recipe.model_source(), weights=False)
+        info: ModelInfo = self._captured.meta["model"]
+        if info.kind != "decoder":
+            raise UsageError(f"auto: {info.name} is not a decoder of text, which candidates are for; write a recipe")
+        self._formats = Formats.of(site.in_features for site in linear_sites(self._captured))
+        load_data(recipe, info)  # what does not do is said now
+        self._dense: GraphModule | None = None
+        self.tried: list[Tried] = []
+
+    def recipe(self, passes: Sequence[Any]) -> Recipe:
+        """Return the recipe with these passes."""
+        return Recipe.from_dict({**self._setting, "passes": list(passes)})
+
+    def choose(self) -> Tried:
+        """Return the best candidate; all that were considered are in :attr:`tried`.
+
+        Raises:
+            UsageError: nothing is within the budget; it names the least that is reached.
+        """
+        self.tried = [self._planned(one) for one in (*self._formats.uniform(), *self._formats.mixed(self._budget))]
+        if self._budget.kind == "weight_bytes":
+            self.tried += self._smaller()
+            self._leave_out()
+            if all(one.note for one in self.tried):
+                self._refuse("predicted_bytes")
+        for one in self.tried:
+            if not one.note:
+                self._measure(one)
+        if self._budget.kind == "latency":
+            self._time()
+            for one in map(self._planned, self._quicker()):
+                self.tried.append(one)
+                if not one.note:
+                    self._measure(one)
+            self._time()
+            if not any(map(self._fits, self.tried)):
+                self._refuse("latency")
+        within = [one for one in self.tried if self._fits(one)]
+        if not within:
+            self._refuse("weight_bytes")
+        best = min(within, key=lambda one: one.kl_divergence or 0.0)
+        best.chosen = True
+        for one in self.tried:
+            one.graph = None
+        return best
+
+    def _planned(self, candidate: Candidate) -> Tried:
+        """Plan a candidate; one that this model or budget refuses is left out, with the reason."""
+        try:
+            final = self._plan(candidate.passes)
+        except UsageError as error:
+            return Tried(candidate, note=first_line(error).removeprefix("recipe: "), least=_least(error))
+        step = rooflines(final, machine_prices(reporter=self._reporter))[-1].ms
+        return Tried(candidate, weight_bytes(final), step)
+
+    def _plan(self, passes: Sequence[Any]) -> GraphModule:
+        """Return the graph without weights that passes leave."""
+        recipe = self.recipe(passes)
+        return plan_passes(self._captured, recipe, make_backend(recipe.target.build())).final
+
+    def _bytes(self, passes: Sequence[Any]) -> int:
+        return weight_bytes(self._plan(passes))
+
+    def _smaller(self) -> list[Tried]:
+        """Plan searches of architectures for formats in which the whole model is too large."""
+        found = []
+        for scheme in self._formats.searched:
+            dense_table, whole = self._bytes(packed(scheme)), self._bytes([*packed(scheme), *packed_table()])
+            if whole > self._budget.limit:  # the search counts the table as it still is
+                saved = dense_table - whole
+                one = self._planned(architecture(scheme, {"weight_bytes": self._budget.limit + saved}))
+                if one.least is not None:
+                    one.least -= saved
+                    one.note = f"takes {self._budget.told(one.least)} at least"
+                found.append(one)
+        return found
+
+    def _quicker(self) -> list[Candidate]:
+        """Return searches of architectures for formats in which a step takes too long."""
+        found = []
+        for scheme in self._formats.searched:
+            share = next((one.latency for one in self.tried if one.candidate.name == named(scheme)), None)
+            if share is not None and share > self._budget.limit:
+                found.append(architecture(scheme, {"latency": round(self._budget.limit / share, 3)}))
+        return found
+
+    def _leave_out(self) -> None:
+        """Say of the candidates above the budget, and of uniform ones far below, that they are not tried."""
+        fitting = 0
+        for one in self.tried:
+            if one.note or one.predicted_bytes is None:
+                continue
+            searches = one.candidate.kind == "architecture"  # planned as if all stayed
+            if one.predicted_bytes > self._budget.limit and not searches:
+                one.note = "above the budget"
+            elif one.candidate.kind == "uniform":
+                fitting += 1
+                if fitting > _UNIFORM_TRIED:
+                    one.note = "larger ones fit"
+
+    def _fits(self, one: Tried) -> bool:
+        value = one.weight_bytes if self._budget.kind == "weight_bytes" else one.latency
+        return value is not None and value <= self._budget.limit
+
+    def _refuse(self, figure: str) -> NoReturn:
+        """Say that the budget is too small, and the least that candidates reach, by that figure of each."""
+        asked = f"budget {self._budget.kind}: {self._budget.told(self._budget.limit)} cannot be met"
+        reached = [(value, one) for one in self.tried for value in (getattr(one, figure), one.least) if value]
+        reached = [(value, one) for value, one in reached if value > self._budget.limit]
+        if not reached:
+            raise UsageError(f"{asked}: {self.tried[0].note}; write a recipe")
+        value, least = min(reached, key=lambda each: each[0])
+        told = f"the least is {self._budget.told(value)}, by {least.candidate.name}"
+        raise UsageError(f"{asked}: {told}; raise the budget, or write a recipe with smaller formats")
+
+    def _measure(self, one: Tried) -> None:
+        """Run a candidate's passes, and measure what they leave."""
+        recipe = self.recipe(one.candidate.passes)
+        self._reporter.note(f"candidate: {one.candidate.name}")
+        try:
+            given = prepare(recipe, None, None, None, Path("."), None, None, Clock(self._reporter))
+            given.context.executor = self._executor
+            one.graph = Pipeline(recipe.passes).run(given.take_graph(), given.context)
+        except UsageError as error:  # decided on the samples, as what a search reaches
+            one.note = first_line(error)
+            return
+        self._dense = self._dense or given.dense_graph()
+        quality = _quality(given, one.graph)
+        one.weight_bytes = weight_bytes(one.graph)
+        one.kl_divergence, one.perplexity = quality.kl_divergence, quality.perplexity
+        if self._budget.kind != "latency":
+            one.graph = None
+
+    def _time(self) -> None:
+        """Time a step of the dense model and of each candidate, in turns."""
+        graphs = [one for one in self.tried if one.graph is not None]
+        if self._dense is None or not graphs:
+            return
+        clock = Steps(self.recipe([]), None, self._reporter)
+        (dense, *others), _ = clock([self._dense, *(one.graph for one in graphs if one.graph is not None)])
+        for one, seconds in zip(graphs, others, strict=True):
+            one.latency = seconds / dense
+
+
+def _quality(given: Prepared, graph: GraphModule) -> EvalResult:
+    info = given.info
+    assert isinstance(given.data, Tensor)  # of a decoder of text
+    window, stride = evaluation_window(given.recipe.evaluation, info.max_positions, given.clock.reporter)
+    dense = GraphLogits(given.dense_graph(), spill=given.context.spill)
+    ours = GraphLogits(graph, spill=given.context.spill)
+    return measure_quality(ours, given.data, window=window, stride=stride, dense=dense, reporter=given.clock.reporter)
+
+
+def _least(error: BaseException | None) -> float | None:
+    """Return what is the least that can be reached where that is behind an error."""
+    while error is not None:
+        if isinstance(error, UnreachableError):
+            return error.least
+        error = error.__cause__
+    return None
