@@ -30,16 +30,17 @@ from compressor.pipeline.context import Context
 
 VOCAB, LIMIT = 97, 64
 MODELS = {
-    "llama": ("llama", None),
-    "packed": ("mistral", "INT8"),  # a window of 3
+    "llama": ("llama", None, "W8A8"),
+    "packed": ("mistral", "INT8", "W8A8"),  # a window of 3
+    "floats": ("llama", "INT8", "W8A16"),  # the only group of a row waits for the residual
 }
 
 
 @cache
 def compiled(name: str) -> Callable[..., sessions.Session]:
-    """Compile a decoder of integer activations with both entries; returns what opens a session."""
-    family, cache_format = MODELS[name]
-    graph = quantized(capture(build(DECODERS[family]())), "W8A8")
+    """Compile a decoder with both entries; returns what opens a session."""
+    family, cache_format, scheme = MODELS[name]
+    graph = quantized(capture(build(DECODERS[family]())), scheme)
     if cache_format is not None:
         graph = KvCache(cache_format).run(graph, Context())
     assert why_no_trees(graph) == ""

@@ -53,6 +53,15 @@ def splat(value: Any, lanes: int) -> Any:
     return widen(T.int32(value - (1 << 32) if value >> 31 else value), lanes)
 
 
+def product(a: Any, b: Any, lanes: int) -> Any:
+    """Multiply vectors whose product waits for a sum that is made elsewhere.
+
+    It is added to zero at once, which TVM would leave out: LLVM cannot make one instruction of the product and that sum.
+    """
+    number = T.llvm_lookup_intrinsic_id("llvm.fmuladd")
+    return T.call_llvm_pure_intrin(number, a, b, splat_float(0, lanes), dtype=f"float32x{lanes}" if lanes > 1 else "float32")
+
+
 def exp(x: Any, lanes: int) -> Any:
     """``e ** x`` to 2 units in the last place; 0 below -87, infinity where float32 ends, NaN of NaN.
 

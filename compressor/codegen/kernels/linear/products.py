@@ -13,7 +13,7 @@ from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.codes import code_quad, code_values, dot4, scale_values
-from compressor.codegen.kernels.vector import splat_float
+from compressor.codegen.kernels.vector import product, splat_float
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
@@ -134,7 +134,10 @@ class Products:
             T.buffer_store(buffer, value if self.groups == 1 else buffer[place, n, at] + value, [place, n, at])
 
     def scaled(self, total: Any, scale: Any, sums: Any, factor: Any, m: Any, g: Any) -> Any:
-        """Scale a group's sums for a token, as float32."""
+        """Scale a group's sums for a token, as float32.
+
+        Those of the only group wait for bias and residual, and for a factor that LLVM may know to be 1.
+        """
         lanes = self.isa.lanes
         value = T.Cast(f"float32x{lanes}", total) if self.integer else total
         if self.half:
@@ -143,7 +146,7 @@ class Products:
             return value
         if factor is not None:
             scale = scale * T.broadcast(factor[m, g // self.act_span], lanes)
-        return value * scale
+        return product(value, scale, lanes) if self.groups == 1 else value * scale
 
 
 def outputs_of(out: Any, token: int) -> tuple[Any, int]:
