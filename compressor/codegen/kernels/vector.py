@@ -59,7 +59,9 @@ def product(a: Any, b: Any, lanes: int) -> Any:
     It is added to zero at once, which TVM would leave out: LLVM cannot make one instruction of the product and that sum.
     """
     number = T.llvm_lookup_intrinsic_id("llvm.fmuladd")
-    return T.call_llvm_pure_intrin(number, a, b, splat_float(0, lanes), dtype=f"float32x{lanes}" if lanes > 1 else "float32")
+    return T.call_llvm_pure_intrin(
+        number, a, b, splat_float(0, lanes), dtype=f"float32x{lanes}" if lanes > 1 else "float32"
+    )
 
 
 def exp(x: Any, lanes: int) -> Any:

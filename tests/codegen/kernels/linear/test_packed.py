@@ -6,6 +6,7 @@ A kernel for an instruction set that this machine lacks is skipped with the reas
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -112,7 +113,8 @@ PLAIN = Isa("plain", 4, "haswell", ("avx2", "fma", "f16c"))
 def test_a_machine_without_instructions_of_its_own_gets_plain_expressions(name: str) -> None:
     fmt = Format.parse(name)
     schedule = packed_linear.Schedule(1, 1, 4)
-    assert "llvm" not in packed_linear.packed_linear(32, 256, fmt, True, PLAIN, schedule).script()
+    script = packed_linear.packed_linear(32, 256, fmt, True, PLAIN, schedule).script()
+    assert "llvm" not in re.sub(r'T\.call_llvm_pure_intrin\("\w+", "llvm\.fmuladd"', "", script)  # all machines have it
     check_packed_linear(fmt, PLAIN, random.Random(name), torch.Generator().manual_seed(1))
 
 
