@@ -56,7 +56,7 @@ def splat(value: Any, lanes: int) -> Any:
 def product(a: Any, b: Any, lanes: int) -> Any:
     """Multiply vectors whose product waits for a sum that is made elsewhere.
 
-    It is added to zero at once, which TVM would leave out: LLVM cannot join the product and that sum in one instruction.
+    It is added to zero at once, which TVM would leave out: LLVM cannot join the product and that sum afterwards.
     """
     number = T.llvm_lookup_intrinsic_id("llvm.fmuladd")
     return T.call_llvm_pure_intrin(
