@@ -292,7 +292,7 @@ def test_a_bundle_that_verifies_nothing_refuses_drafts_as_in_python(runner: Runn
 def test_drafts_from_upper_planes_are_those_of_python(
     runner: Runner, planes_bundle: Path, prompt: list[int], count: int
 ) -> None:
-    """The same tokens, and as many drafted, verified and accepted; the longer text's caches grow in a draft."""
+    """Compare tokens and counts with Python's; the longer text's caches grow in a draft."""
     python = load(planes_bundle, threads=1)
     expected = list(python.generate_ids(prompt, max_tokens=count, speculate="off"))
     for length in (5, 15):

@@ -144,7 +144,7 @@ class Alternative(ABC):
 
     @property
     def of_what(self) -> str:
-        """What it keeps some of: ``channels``, ``groups`` of heads, or ``query_heads``."""
+        """Return the parts of which some stay: ``channels``, ``groups`` of heads, or ``query_heads``."""
         return "channels"
 
     @property
@@ -161,6 +161,21 @@ class Alternative(ABC):
     def stays(self) -> bool:
         """Tell whether anything is added to the residual stream."""
         return True
+
+
+def share_of(name: str, argument: str, of_what: str) -> float:
+    """Return the share of channels or heads that a recipe keeps.
+
+    Raises:
+        UsageError: it is not a number between 0 and 1.
+    """
+    try:
+        share = float(argument)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        raise UsageError(f"{name}:{argument}: give a share of the {of_what}, above 0 and below 1: {name}:0.5")
+    return share
 
 
 Space = Sequence[Sequence[Alternative]]
@@ -241,7 +256,7 @@ class Start:
 
 
 Starts = Sequence[Mapping[str, Start]]
-"""Of each sub-layer, by the label of an alternative."""
+"""The starts of each sub-layer, by the labels of its alternatives."""
 
 
 def sorted_axis(entries: Tensor, order: Tensor, size: int) -> Tensor:

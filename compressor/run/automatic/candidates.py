@@ -40,7 +40,7 @@ def read_budget(text: str) -> Budget:
     """Return the budget that ``KIND=AMOUNT`` states.
 
     Raises:
-        UsageError: it is no such thing.
+        UsageError: the text is not of this form, or the amount is out of range.
     """
     kind, _, amount = text.partition("=")
     if kind not in KINDS or not amount:
@@ -101,7 +101,7 @@ class Formats:
     def uniform(self) -> Iterator[Candidate]:
         """Yield formats that all linears share, the largest first."""
         for scheme in self.schemes:
-            few = scheme not in self.schemes[:2]  # next to many bits the table is no place to save
+            few = scheme not in self.schemes[:2]  # fewer bits in linears lose less than a smaller table
             for table in self.tables if few else self.tables[:1]:
                 yield Candidate(named(scheme, table), "uniform", [*packed(scheme), *packed_table(table)])
 

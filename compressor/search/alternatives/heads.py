@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from compressor.errors import UsageError
-from compressor.search.space import Alternative, SubLayer
+from compressor.search.space import Alternative, SubLayer, share_of
 
 
 @dataclass(frozen=True)
@@ -21,12 +20,7 @@ class Heads(Alternative):
     @classmethod
     def of(cls, layer: SubLayer, argument: str, multiple: int) -> Alternative | str:
         """Return the alternative for a share of each group's heads, such as ``0.5``, or why there is none."""
-        try:
-            share = float(argument)
-        except ValueError:
-            share = 0.0
-        if not 0 < share < 1:
-            raise UsageError(f"heads:{argument}: give a share of the query heads, above 0 and below 1: heads:0.5")
+        share = share_of("heads", argument, "query heads")
         cut = layer.cuts.get("query_heads")
         if cut is None:
             return "it has no groups of query heads that can lose some"

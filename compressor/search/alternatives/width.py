@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from compressor.errors import UsageError
-from compressor.search.space import Alternative, SubLayer
+from compressor.search.space import Alternative, SubLayer, share_of
 
 
 @dataclass(frozen=True)
@@ -21,12 +20,7 @@ class Width(Alternative):
     @classmethod
     def of(cls, layer: SubLayer, argument: str, multiple: int) -> Alternative | str:
         """Return the alternative for a share such as ``0.5``, rounded up to a multiple, or why there is none."""
-        try:
-            share = float(argument)
-        except ValueError:
-            share = 0.0
-        if not 0 < share < 1:
-            raise UsageError(f"width:{argument}: give a share of the channels, above 0 and below 1: width:0.5")
+        share = share_of("width", argument, "channels")
         cut = layer.cuts.get("channels")
         if cut is None:
             return "it has no inner channels of its own that can go"

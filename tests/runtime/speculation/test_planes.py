@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from compressor_runtime.device.host import Host
 from compressor_runtime.generation import Sampler
 from compressor_runtime.session import Session
 from compressor_runtime.speculation.chain import drafted_together
@@ -20,17 +18,14 @@ from compressor_runtime.speculation.engine import Engine, Text
 from compressor_runtime.speculation.kinds.registry import served
 from compressor_runtime.speculation.pace import Always
 from compressor_runtime.speculation.tree import Room
-from kernel_cases import Program
+from drafting import compile_drafting
 from tiny_models import DECODERS, build, quantized, relative_error
 
 from compressor.capture.capture import capture
-from compressor.codegen.lowering.compile import compile_graph
-from compressor.codegen.targets.x86 import X86
-from compressor.export.facts import model_facts
 from compressor.graph.caches import empty_past
 from compressor.graph.kinds.upper_planes import upper_graph
 
-VOCAB, LIMIT = 97, 64
+VOCAB = 97
 ENTRIES = ("verify", "planes", "main")
 
 
@@ -42,19 +37,7 @@ def compiled() -> tuple[Any, Callable[..., Session], dict[str, list[str]]]:
     graph = quantized(
         capture(build(DECODERS["llama"]())), "W8A8_G32_P4", "re:.*mlp.*"
     )  # other linears are dense, for time's sake
-    graph.meta["model"] = dataclasses.replace(graph.meta["model"], speculates=True)
-    library = compile_graph(graph, X86(), tune="off", threads=1)
-    program, facts = Program(graph, library), model_facts(graph)
-    parameters = {entry: [program.parameters[i] for i in used] for entry, used in library.entries.items()}
-
-    def call(entry: str, *tensors: Any) -> Any:
-        return program.vm[entry](*tensors, parameters[entry]).numpy()
-
-    def open_session(batch: int = 1) -> Session:
-        drafted = {entry: partial(call, entry) for entry in ("verify", "planes")}
-        return Session(facts, LIMIT, partial(call, "main"), batch, 4, (), Host(), None, drafted)
-
-    names = {entry: [library.parameters[i] for i in used] for entry, used in library.entries.items()}
+    open_session, names = compile_drafting(graph, "planes")
     return graph, open_session, names
 
 

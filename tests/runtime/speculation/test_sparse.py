@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from compressor_runtime.device.host import Host
 from compressor_runtime.generation import Sampler
 from compressor_runtime.session import Session
 from compressor_runtime.speculation.counts import Speculation
@@ -18,17 +16,15 @@ from compressor_runtime.speculation.drafts import Drafts
 from compressor_runtime.speculation.engine import Engine, Text
 from compressor_runtime.speculation.kinds.registry import served
 from compressor_runtime.speculation.pace import Always
-from kernel_cases import Program
+from drafting import compile_drafting
 from tiny_models import DECODERS, build, quantized, relative_error
 
 from compressor.capture.capture import capture
-from compressor.codegen.lowering.compile import compile_graph
-from compressor.codegen.targets.x86 import X86
 from compressor.export.facts import model_facts
 from compressor.graph.caches import empty_past
 from compressor.graph.kinds.sparse_drafts import limit_drafts, may_draft_sparse, sparse_graph
 
-VOCAB, LIMIT, THRESHOLD = 97, 64, 0.5
+VOCAB, THRESHOLD = 97, 0.5
 ENTRIES = ("verify", "sparse", "main")
 
 
@@ -37,23 +33,11 @@ def compiled() -> tuple[Any, Callable[..., Session], dict[str, list[str]]]:
     """Compile a decoder whose drafts skip inputs; returns its graph, what opens a session, and the parameters' names
     by entry.
     """
-    graph = quantized(capture(build(DECODERS["llama"]())), "W8A16", "re:.*mlp.*")
-    graph.meta["model"] = dataclasses.replace(graph.meta["model"], speculates=True)
-    limit_drafts(
-        graph, {site.name: torch.full((site.in_features,), THRESHOLD) for site in may_draft_sparse(graph)}
+    graph = quantized(
+        capture(build(DECODERS["llama"]())), "W8A16", "re:.*mlp.*"
     )  # other linears are dense, for time's sake
-    library = compile_graph(graph, X86(), tune="off", threads=1)
-    program, facts = Program(graph, library), model_facts(graph)
-    parameters = {entry: [program.parameters[i] for i in used] for entry, used in library.entries.items()}
-
-    def call(entry: str, *tensors: Any) -> Any:
-        return program.vm[entry](*tensors, parameters[entry]).numpy()
-
-    def open_session(batch: int = 1) -> Session:
-        drafted = {entry: partial(call, entry) for entry in ("verify", "sparse")}
-        return Session(facts, LIMIT, partial(call, "main"), batch, 4, (), Host(), None, drafted)
-
-    names = {entry: [library.parameters[i] for i in used] for entry, used in library.entries.items()}
+    limit_drafts(graph, {site.name: torch.full((site.in_features,), THRESHOLD) for site in may_draft_sparse(graph)})
+    open_session, names = compile_drafting(graph, "sparse")
     return graph, open_session, names
 
 

@@ -168,4 +168,4 @@ class Draft(Protocol):
         """Look at what the model computed: tokens [T], accepted or not, and logits [T, V] of what comes after each."""
 
     def propose(self, room: Room) -> Tree | Walk:
-        """Return continuations of the text, empty where there is no guess, or a walk that asks a model for them."""
+        """Return a tree of continuations, empty without a guess, or a walk that asks a model for them."""

@@ -12,7 +12,7 @@ from compressor_runtime.speculation.kinds.kind import kind_of_chains
 from compressor_runtime.speculation.kinds.planes import UpperPlanes
 
 FEW_INPUTS = "sparse"
-"""Of the kind, and of the entry."""
+"""Name of the kind and of the entry."""
 
 SPARSE = kind_of_chains(FEW_INPUTS, partial(UpperPlanes, entry=FEW_INPUTS), (FEW_INPUTS,))
 """Drafts of the model itself, without small inputs."""
