@@ -10,7 +10,7 @@ that pack.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -21,29 +21,29 @@ from compressor.graph.model import ModelInfo
 from compressor.host.digests import digest
 from compressor.numerics.sparsity.column_removal import Importance
 from compressor.pipeline.context import Context
-from compressor.pipeline.pipeline import Pass, TrainingNeeds
+from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan, plan_untouched
 from compressor.pipeline.sites import choose_format
 from compressor.pipeline.structured.architecture import Parts, amounts, build, find_parts, naming
 from compressor.pipeline.structured.architecture_scores import Scores, check_held_out
 from compressor.pipeline.structured.architecture_search import Depth, Search, rank_removals, search
 from compressor.pipeline.structured.architecture_starts import sort_parts
-from compressor.recipe.gates import parse_amount
-from compressor.search.front import check_limits, lowered
+from compressor.search.front import lowered
 from compressor.search.knapsack import require_solver
+from compressor.search.options import LimitOptions, SpaceOptions
 from compressor.search.programme import Limit, check_reachable
 from compressor.search.scenarios import scenarios
 from compressor.search.space import Space, alternatives
-from compressor.training.candidates import train_candidates
-from compressor.training.settings import Settings, split
+from compressor.training.candidates import CandidateOptions, train_candidates
+from compressor.training.settings import split
 
 _NAME = "puzzle"
-_LIMITS = ("latency", "weight_bytes", "cache_bytes", "parameters")
-_OF_CHOICE = {*_LIMITS, "scheme", "depth", "pool", "budgets"}  # options that decide no weights of alternatives
+_OF_CHOICE = {*(one.name for one in fields(LimitOptions)), "scheme", "depth", "pool"}
+"""Options that decide no weights of alternatives."""
 
 
-@dataclass(frozen=True)
-class Puzzle(Pass):
+@dataclass(frozen=True, kw_only=True)
+class Puzzle(LimitOptions, SpaceOptions, CandidateOptions, Pass):
     """Choose what stands in the place of each attention and each feed-forward network, and build it.
 
     Each alternative is scored alone, by the divergence of the model's predictions on samples that are held out.  The
@@ -51,81 +51,41 @@ class Puzzle(Pass):
     in every layer are then scored as wholes, and the best of them is built.  Give at least one limit.
 
     Attributes:
-        latency: of a decoder's step, as a share of the model's at the same format.
-        weight_bytes: of all parameters, the blocks' linears in ``scheme``, others as they are; a number, or text such
-            as ``4 MB``.
-        cache_bytes: of keys and values of one token; a number.
-        parameters: a number of them.
-        attention: what may stand in the place of an attention beside itself: ``heads:`` and a share of its query heads,
-            ``kv_heads:`` and a number of heads of keys, the same in all attentions that stay, ``linear``, ``none``.
-        ffn: the same of a feed-forward network: ``width:`` and a share of its channels, ``linear``, ``none``.
         scheme: format that a later pass gives the blocks' linears, for times and bytes; none leaves them dense.
-        multiple: widths are rounded up to a multiple of this, which kernels like.
         importance: how channels are sorted, as in `ffn_prune`.
         held_out: share of the samples that scores are measured on; the same as `distill` holds out by default.
-        steps: train each sub-layer's alternatives together so often before they are scored; 0 leaves them as least
-            squares found them.
-        batch: samples of such a step.
-        learning_rate: at its highest.
         depth: how the sub-layers that go are ranked, one after the other, as in `skip_layers`: each number of them is a
             scenario of the programme, beside those that go by their scores; ``none`` has no such scenarios.
-        keep_first: blocks at the beginning of which nothing goes as a whole.
-        keep_last: the same at the end.
         pool: architectures of the programme that are scored as wholes, each two sub-layers from the others.
-        budgets: further limits of the one measure, as shares of the model's; the report then has a front of them all.
     """
 
     inexact = "decides as it runs which layers stay and how wide, on the samples"
 
-    latency: float | None = None
-    weight_bytes: float | str | None = None
-    cache_bytes: float | None = None
-    parameters: float | None = None
-    attention: tuple[str, ...] = ("none",)
-    ffn: tuple[str, ...] = ("width:0.75", "width:0.5", "width:0.25", "none")
     scheme: str | None = None
-    multiple: int = 32
     importance: Importance = "obs"
     held_out: float = 0.1
-    steps: int = 0
-    batch: int = 4
-    learning_rate: float = 1e-3
     depth: Depth = "perplexity"
-    keep_first: int = 1
-    keep_last: int = 1
     pool: int = 3
-    budgets: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        given = (self.latency, self.weight_bytes, self.cache_bytes, self.parameters)
-        check_limits(_NAME, dict(zip(_LIMITS, given, strict=True)), self.budgets)
-        if min(self.keep_first, self.keep_last) < 0 or self.multiple < 1 or self.pool < 1:
-            raise UsageError(f"{_NAME}: keep_first and keep_last are not below 0, multiple and pool not below 1")
+        self.check(_NAME)
+        self.check_space(_NAME)
+        if self.pool < 1:
+            raise UsageError(f"{_NAME}: pool {self.pool} is below 1")
         if not 0 < self.held_out < 1:
             raise UsageError(f"{_NAME}: held_out {self.held_out:g} is not a share of the samples between 0 and 1")
         if self.scheme is not None:
             choose_format(self.scheme)
-        if self.steps < 0:
-            raise UsageError(f"{_NAME}: steps {self.steps} is below 0")
-        with naming(_NAME):
-            self._settings()
-
-    def _settings(self) -> Settings:
-        every = max(1, self.steps // 4)
-        return Settings(
-            steps=max(1, self.steps), batch=self.batch, learning_rate=self.learning_rate, evaluate_every=every
-        )
+        self.check_training(_NAME)
 
     def _space(self, graph: GraphModule) -> tuple[Parts, Space, dict[str, Limit]]:
         """Return the sub-layers, what may stand in the place of each, and the limits but for time's."""
         fmt = None if self.scheme is None else choose_format(self.scheme)
         parts = find_parts(graph, _NAME, self.keep_first, self.keep_last)
         with naming(_NAME):
-            space = alternatives(parts.layers, {"attention": self.attention, "ffn": self.ffn}, self.multiple)
+            space = alternatives(parts.layers, self.wanted, self.multiple)
         counted = amounts(graph, parts.layers, space, fmt)
-        size = None if self.weight_bytes is None else parse_amount("weight_bytes", self.weight_bytes)
-        given = {"weight_bytes": size, "cache_bytes": self.cache_bytes, "parameters": self.parameters}
-        return parts, space, {name: Limit(*counted[name], most) for name, most in given.items() if most is not None}
+        return parts, space, {name: Limit(*counted[name], most) for name, most in self.most().items()}
 
     @property
     def runs_samples(self) -> bool:
@@ -141,11 +101,6 @@ class Puzzle(Pass):
         _, space, _ = self._space(graph)
         fitted = (1 - self.held_out) * (2 if self.steps else 1)
         return fitted + self.held_out * (1 + sum(len(row) - 1 for row in space) / 2)
-
-    @property
-    def training(self) -> TrainingNeeds | None:
-        """Return what it takes forwards and backwards, as if each step took one alternative of every sub-layer."""
-        return TrainingNeeds(self.steps * self.batch, self.batch, True) if self.steps else None
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:
         """Refuse other models than decoders, an empty space, and limits that no architecture of it meets."""
@@ -176,7 +131,7 @@ class Puzzle(Pass):
         options = {name: value for name, value in asdict(self).items() if name not in _OF_CHOICE}
         if self.steps:
             key = digest(ctx.state, _NAME, options, ctx.calibration(_NAME).sha256, ctx.seed)
-            starts = train_candidates(graph, ctx, _NAME, parts, space, starts, fitted, self._settings(), key)
+            starts = train_candidates(graph, ctx, _NAME, parts, space, starts, fitted, self.settings, key)
         if self.scheme is not None:
             fmt = choose_format(self.scheme)
         scores = Scores(graph, parts.layers, starts, held)
