@@ -136,7 +136,7 @@ class Puzzle(LimitOptions, SpaceOptions, CandidateOptions, Pass):
             fmt = choose_format(self.scheme)
         scores = Scores(graph, parts.layers, starts, held)
         ranked = rank_removals(graph, ctx, _NAME, parts, space, fitted[: len(held)], self.depth)
-        turns = scenarios(parts.layers, space, ranked)
+        turns = scenarios(space, ranked)
         given = Search(_NAME, parts, space, starts, scores, limits, self.latency, fmt, self.budgets, turns, options)
         build(graph, ctx, _NAME, parts, search(graph, ctx, given, self.pool), starts)
         return graph

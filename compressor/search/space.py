@@ -201,22 +201,10 @@ def alternatives(layers: Sequence[SubLayer], wanted: Mapping[str, Sequence[str]]
             else:
                 found.setdefault(made.label, made)
         space.append(list(found.values()))
-    _drop_uneven(layers, space, reasons)
     if all(len(row) < 2 for row in space):
         why = "; ".join(reasons[:3]) or "name some in `attention` and `ffn`"
         raise UsageError(f"the search space is empty: no sub-layer has an alternative to what it is: {why}")
     return space
-
-
-def _drop_uneven(layers: Sequence[SubLayer], space: list[list[Alternative]], reasons: list[str]) -> None:
-    """Drop numbers of cached heads that not every attention can have: all caches of a bundle have as many."""
-    cached = [(layer, row) for layer, row in zip(layers, space, strict=True) if layer.heads]
-    for heads in sorted({layer.heads_left(one) for layer, row in cached for one in row} - {0}):
-        short = [layer.name for layer, row in cached if heads not in map(layer.heads_left, row)]
-        for layer, row in cached if short else ():
-            if dropped := [one for one in row if layer.heads_left(one) == heads and one.label != AS_IS]:
-                reasons.append(f"{layer.name}: {dropped[0].label}: {short[0]} cannot have as many heads in its cache")
-                row[:] = [one for one in row if one not in dropped]
 
 
 def uniform(layers: Sequence[SubLayer], space: Space) -> list[list[int]]:

@@ -28,7 +28,7 @@ from compressor.recipe.recipe import Recipe
 
 CHOICES = {
     "heads": ("heads:0.5", "width:0.5", "none", "linear", "as_is", "as_is"),
-    "groups": ("kv_heads:1", "linear", "linear", "width:0.5", "kv_heads:1", "none"),
+    "groups": ("kv_heads:1", "linear", "linear", "width:0.5", "as_is", "none"),
 }
 IDS = np.random.default_rng(1).integers(3, VOCAB, (2, LENGTH))
 

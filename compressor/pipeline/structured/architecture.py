@@ -238,7 +238,7 @@ def amounts(
     """
     info: ModelInfo = graph.meta["model"]
     rows: dict[str, list[list[float]]] = {"parameters": [], "weight_bytes": [], "cache_bytes": []}
-    cached = cache_bytes_per_token(info.cache_format, 1, info.kv_heads, info.head_dim)
+    cached = cache_bytes_per_token(info.cache_format, [1], info.head_dim)
     linears = {site.weight_name for site in linear_sites(graph)}
     whole = {"parameters": 0.0, "weight_bytes": 0.0, "cache_bytes": 0.0}
     for layer, row in zip(layers, space, strict=True):
@@ -248,16 +248,14 @@ def amounts(
         rows["weight_bytes"].append(
             [float(sum(_bytes(graph, layer, n, s, fmt, linears) for n, s in each.items())) for each in shapes]
         )
-        rows["cache_bytes"].append(
-            [caches * cached * layer.heads_left(one) / layer.heads if layer.heads else 0.0 for one in row]
-        )
+        rows["cache_bytes"].append([float(caches * cached * layer.heads_left(one)) for one in row])
         whole["parameters"] += rows["parameters"][-1][0]
         whole["weight_bytes"] += sum(_bytes(graph, layer, n, s, None, linears) for n, s in shapes[0].items())
         whole["cache_bytes"] += rows["cache_bytes"][-1][0]
     total = {
         "parameters": sum(one.numel() for one in graph.parameters()),
         "weight_bytes": weight_bytes(graph),
-        "cache_bytes": cache_bytes_per_token(info.cache_format, info.layers, info.kv_heads, info.head_dim),
+        "cache_bytes": cache_bytes_per_token(info.cache_format, info.cache_heads, info.head_dim),
     }
     return {measure: (rows[measure], total[measure] - whole[measure]) for measure in rows}
 

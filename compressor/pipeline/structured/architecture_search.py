@@ -19,7 +19,7 @@ from compressor.pipeline.structured.architecture_scores import Score, Scores
 from compressor.pipeline.structured.layer_ranking import choose_layers
 from compressor.search.front import Front, Point, lowered, with_front
 from compressor.search.programme import Limit, restricted
-from compressor.search.scenarios import Scenario, is_even
+from compressor.search.scenarios import Scenario
 from compressor.search.space import Alternative, Space, Starts, uniform
 
 Choice = tuple[int, ...]
@@ -82,7 +82,6 @@ def search(graph: GraphModule, ctx: Context, given: Search, pool: int) -> list[A
     if given.latency is not None:
         limits["latency"], how = _times(graph, ctx, given, given.latency)
     even = [tuple(one) for one in uniform(given.parts.layers, given.space)]
-    even = [one for one in even if is_even(given.parts.layers, given.picks(one))]
     costs = [[one.mean for one in row] for row in singles]
     with naming(given.pass_name):
         found = _proposed(costs, limits, given.scenarios, pool)
@@ -226,19 +225,12 @@ def _times(graph: GraphModule, ctx: Context, given: Search, share: float) -> tup
 
 
 def _changes(given: Search, groups: Sequence[list[int]]) -> list[tuple[list[int], list[int], str]]:
-    """List what is timed: the sub-layers that change, those that are alike, whose times it tells, and to what.
-
-    Caches get smaller in all layers at once.
-    """
+    """List what is timed: the sub-layers that change, those that are alike, whose times it tells, and to what."""
     found: list[tuple[list[int], list[int], str]] = []
     for members in groups:
         for label in dict.fromkeys(one.label for i in members for one in given.space[i][1:]):
             able = [i for i in members if any(one.label == label for one in given.space[i])]
             found.append((able[1:] or able, members, label))
-    shrinking = dict.fromkeys(one.label for row in given.space for one in row if one.of_what == "groups")
-    for label in shrinking:
-        able = [i for i, row in enumerate(given.space) if any(one.label == label for one in row)]
-        found = [change for change in found if change[2] != label] + [(able, able, label)]
     return found
 
 
