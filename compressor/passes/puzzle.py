@@ -16,29 +16,28 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.errors import UsageError
-from compressor.graph.kinds.carried import KEPT
-from compressor.graph.model import ModelInfo
+from compressor.formats.format import Format
 from compressor.host.digests import digest
 from compressor.numerics.sparsity.column_removal import Importance
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan, plan_untouched
 from compressor.pipeline.sites import choose_format
-from compressor.pipeline.structured.architecture import Parts, amounts, build, find_parts, naming
+from compressor.pipeline.structured.architecture import build, formats_of, naming
+from compressor.pipeline.structured.architecture_formats import Problem, rounded_starts, state_problem
 from compressor.pipeline.structured.architecture_scores import Scores, check_held_out
 from compressor.pipeline.structured.architecture_search import Depth, Search, rank_removals, search
 from compressor.pipeline.structured.architecture_starts import sort_parts
-from compressor.search.front import lowered
+from compressor.search.joint import check_schemes, set_chosen
 from compressor.search.knapsack import require_solver
 from compressor.search.options import LimitOptions, SpaceOptions
-from compressor.search.programme import Limit, check_reachable
 from compressor.search.scenarios import scenarios
-from compressor.search.space import Space, alternatives
+from compressor.search.space import Starts
 from compressor.training.candidates import CandidateOptions, train_candidates
 from compressor.training.settings import split
 
 _NAME = "puzzle"
-_OF_CHOICE = {*(one.name for one in fields(LimitOptions)), "scheme", "depth", "pool"}
+_OF_CHOICE = {*(one.name for one in fields(LimitOptions)), "scheme", "schemes", "depth", "pool"}
 """Options that decide no weights of alternatives."""
 
 
@@ -52,6 +51,8 @@ class Puzzle(LimitOptions, SpaceOptions, CandidateOptions, Pass):
 
     Attributes:
         scheme: format that a later pass gives the blocks' linears, for times and bytes; none leaves them dense.
+        schemes: further formats, such as leave out single weights too (``W8A16_2:4``): each alternative is one in each
+            of them and in ``scheme``, scored as it is rounded; let `chosen_formats` follow, which packs.
         importance: how channels are sorted, as in `ffn_prune`.
         held_out: share of the samples that scores are measured on; the same as `distill` holds out by default.
         depth: how the sub-layers that go are ranked, one after the other, as in `skip_layers`: each number of them is a
@@ -62,6 +63,7 @@ class Puzzle(LimitOptions, SpaceOptions, CandidateOptions, Pass):
     inexact = "decides as it runs which layers stay and how wide, on the samples"
 
     scheme: str | None = None
+    schemes: tuple[str, ...] = ()
     importance: Importance = "obs"
     held_out: float = 0.1
     depth: Depth = "perplexity"
@@ -74,18 +76,18 @@ class Puzzle(LimitOptions, SpaceOptions, CandidateOptions, Pass):
             raise UsageError(f"{_NAME}: pool {self.pool} is below 1")
         if not 0 < self.held_out < 1:
             raise UsageError(f"{_NAME}: held_out {self.held_out:g} is not a share of the samples between 0 and 1")
-        if self.scheme is not None:
-            choose_format(self.scheme)
+        _ = self._formats
         self.check_training(_NAME)
 
-    def _space(self, graph: GraphModule) -> tuple[Parts, Space, dict[str, Limit]]:
-        """Return the sub-layers, what may stand in the place of each, and the limits but for time's."""
+    @property
+    def _formats(self) -> tuple[Format | None, list[Format]]:
+        """Return the format of all linears, and those to choose among, if there are several."""
         fmt = None if self.scheme is None else choose_format(self.scheme)
-        parts = find_parts(graph, _NAME, self.keep_first, self.keep_last)
-        with naming(_NAME):
-            space = alternatives(parts.layers, self.wanted, self.multiple)
-        counted = amounts(graph, parts.layers, space, fmt)
-        return parts, space, {name: Limit(*counted[name], most) for name, most in self.most().items()}
+        return fmt, check_schemes(_NAME, self.scheme, self.schemes)
+
+    def _problem(self, graph: GraphModule) -> Problem:
+        """Return the sub-layers, what may stand in the place of each, and the limits but for time's."""
+        return state_problem(graph, _NAME, self, self, *self._formats)
 
     @property
     def runs_samples(self) -> bool:
@@ -98,50 +100,47 @@ class Puzzle(LimitOptions, SpaceOptions, CandidateOptions, Pass):
 
     def sample_runs(self, graph: GraphModule) -> float:
         """Return the runs of all samples: to sort, to train, and half a run of those held out for each alternative."""
-        _, space, _ = self._space(graph)
+        space = self._problem(graph).joined
         fitted = (1 - self.held_out) * (2 if self.steps else 1)
         return fitted + self.held_out * (1 + sum(len(row) - 1 for row in space) / 2)
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:
         """Refuse other models than decoders, an empty space, and limits that no architecture of it meets."""
-        self._checked(graph)
-
-    def _checked(self, graph: GraphModule) -> tuple[Parts, Space, dict[str, Limit]]:
-        """Return as :meth:`_space`, once nothing is to be refused."""
-        info: ModelInfo = graph.meta["model"]
-        if info.kind != "decoder":
-            raise UsageError(f"{_NAME}: {info.name} is not a decoder of text alone, whose predictions scores compare")
-        if any(node.target in KEPT for node in graph.graph.nodes):
-            raise UsageError(f"{_NAME}: later layers run kept tokens alone; put it in front of swift_kv")
         require_solver()
-        found = self._space(graph)
-        with naming(_NAME):
-            check_reachable(found[2] | lowered(found[2], self.budgets))
-        return found
+        self._problem(graph)
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Search, and build the architecture; notes state it block by block, and what was foreseen of it."""
         ids = ctx.calibration(_NAME).ids
-        parts, space, limits = self._checked(graph)
+        given = self._problem(graph)
+        parts, space = given.parts, given.space
         assert isinstance(ids, Tensor)  # of a decoder of text
         held, fitted = split(ids, self.held_out, ctx.seed)
         with naming(_NAME):
             check_held_out(held)
-        starts, fmt = sort_parts(graph, ctx, parts, space, fitted, self.importance), None
+        starts = sort_parts(graph, ctx, parts, space, fitted, self.importance)
         options = {name: value for name, value in asdict(self).items() if name not in _OF_CHOICE}
         if self.steps:
             key = digest(ctx.state, _NAME, options, ctx.calibration(_NAME).sha256, ctx.seed)
             starts = train_candidates(graph, ctx, _NAME, parts, space, starts, fitted, self.settings, key)
-        if self.scheme is not None:
-            fmt = choose_format(self.scheme)
-        scores = Scores(graph, parts.layers, starts, held)
-        ranked = rank_removals(graph, ctx, _NAME, parts, space, fitted[: len(held)], self.depth)
-        turns = scenarios(space, ranked)
-        given = Search(_NAME, parts, space, starts, scores, limits, self.latency, fmt, self.budgets, turns, options)
-        build(graph, ctx, _NAME, parts, search(graph, ctx, given, self.pool), starts)
+        scored: Starts = starts
+        few = fitted[: len(held)]
+        if self.schemes:
+            scored = rounded_starts(graph, ctx, parts.layers, given.joined, starts, few)
+        turns = scenarios(given.joined, rank_removals(graph, ctx, _NAME, parts, space, few, self.depth))
+        scores, (fmt, _) = Scores(graph, parts.layers, scored, held), self._formats
+        wanted = Search(
+            _NAME, parts, given.joined, scored, scores, given.limits, self.latency, fmt, self.budgets, turns, options
+        )
+        picks = search(graph, ctx, wanted, self.pool)
+        set_chosen(graph, formats_of(graph, parts.layers, picks))
+        build(graph, ctx, _NAME, parts, [one.plain for one in picks], starts)
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """Plan as if all stayed: the run decides."""
         ctx.notes.append(f"{_NAME}: planned as if all stayed; the run decides on the samples")
+        if self.schemes:
+            given = self._problem(graph)
+            set_chosen(graph, formats_of(graph, given.parts.layers, [row[0] for row in given.joined]))
         return plan_untouched(graph)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from compressor.errors import UsageError
+from compressor.formats.format import Format
 from compressor.graph.blocks import Branch
 from compressor.graph.dependencies.channels import Dependencies, Family
 from compressor.graph.rewrite import held_tensor, set_tensor
@@ -141,6 +142,16 @@ class Alternative(ABC):
     @abstractmethod
     def label(self) -> str:
         """Name it among a sub-layer's alternatives."""
+
+    @property
+    def fmt(self) -> Format | None:
+        """Return the format of its linears; None where the search has one for all, or none."""
+        return None
+
+    @property
+    def plain(self) -> Alternative:
+        """Return the alternative without a format of its own."""
+        return self
 
     @property
     def of_what(self) -> str:
@@ -270,7 +281,7 @@ def sort_channels(graph: GraphModule, family: Family, order: Tensor) -> None:
         set_tensor(graph, name, value.index_select(axis, index.to(value.device)).contiguous())
 
 
-def _left(cut: Cut, kept: Tensor, name: str, axis: int, size: int) -> Tensor:
+def kept_entries(cut: Cut, kept: Tensor, name: str, axis: int, size: int) -> Tensor:
     """Return the entries of a parameter's axis that are left, rising, int64."""
     left = torch.ones(size, dtype=torch.bool)
     if (name, axis) in cut.family.places:
@@ -286,7 +297,7 @@ def physical(value: Tensor, name: str, cut: Cut, kept: Tensor) -> Tensor:
     """
     for axis in range(value.dim()):
         if (name, axis) in cut.family.places:
-            value = value.index_select(axis, _left(cut, kept, name, axis, value.shape[axis]))
+            value = value.index_select(axis, kept_entries(cut, kept, name, axis, value.shape[axis]))
     return value
 
 
@@ -298,7 +309,7 @@ def padded(part: Tensor, whole: Tensor, name: str, cut: Cut, kept: Tensor) -> Te
     """
     full = part.new_zeros(whole.shape) if (name, 1) in cut.family.places else whole.to(part.dtype).clone()
     axes = range(whole.dim())
-    index = [_left(cut, kept, name, axis, whole.shape[axis]) for axis in axes]
+    index = [kept_entries(cut, kept, name, axis, whole.shape[axis]) for axis in axes]
     full[tuple(one.view(-1, *[1] * (whole.dim() - 1 - axis)) for axis, one in zip(axes, index, strict=True))] = part
     return full
 

@@ -18,6 +18,7 @@ from compressor.pipeline.structured.architecture import Parts, alike, built, nam
 from compressor.pipeline.structured.architecture_scores import Score, Scores
 from compressor.pipeline.structured.layer_ranking import choose_layers
 from compressor.search.front import Front, Point, lowered, with_front
+from compressor.search.joint import has_one_format
 from compressor.search.programme import Limit, restricted
 from compressor.search.scenarios import Scenario
 from compressor.search.space import Alternative, Space, Starts, uniform
@@ -81,7 +82,7 @@ def search(graph: GraphModule, ctx: Context, given: Search, pool: int) -> list[A
     limits, how = dict(given.limits), ""
     if given.latency is not None:
         limits["latency"], how = _times(graph, ctx, given, given.latency)
-    even = [tuple(one) for one in uniform(given.parts.layers, given.space)]
+    even = [tuple(one) for one in uniform(given.parts.layers, given.space) if has_one_format(given.picks(one))]
     costs = [[one.mean for one in row] for row in singles]
     with naming(given.pass_name):
         found = _proposed(costs, limits, given.scenarios, pool)

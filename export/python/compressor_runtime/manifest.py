@@ -220,7 +220,7 @@ def _heads_fit(model: dict[str, Any]) -> bool:
     if "uneven_heads" not in model:
         return True
     heads = items(model, "uneven_heads", int)
-    return len(heads) == model["layers"] and min(heads) > 0 and max(heads) == model["kv_heads"]
+    return bool(len(heads) == model["layers"] and min(heads, default=0) > 0 and max(heads) == model["kv_heads"])
 
 
 def _cache_fits(model: dict[str, Any]) -> bool:
