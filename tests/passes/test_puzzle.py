@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,10 +41,11 @@ from compressor.run.steps import Steps
 from compressor.search.scenarios import scenarios
 from compressor.search.space import Alternative, alternatives
 from compressor.training.candidates import Walk, train_candidates
-from compressor.training.settings import Settings
+from compressor.training.settings import Settings, split
 
 SAMPLES = random_samples(VOCAB, 8)
 EVERY = {"attention": ["heads:0.5", "kv_heads:1", "linear", "none"], "ffn": ["width:0.5", "linear", "none"]}
+FFN = ["width:0.5", "width:0.25"]
 SPACE = {"attention": ["none"], "ffn": ["width:0.5", "width:0.25", "none"]}
 
 
@@ -328,9 +330,32 @@ def test_several_budgets_give_a_front() -> None:
     (built,) = [one for one in front.points if one.chosen]
     assert built.cost == sum(one.numel() for one in graph.parameters()) <= 0.8 * before
     assert built.score == min(one.score for one in front.points if one.cost <= 0.8 * before) > 0
-    for share in (0.7, 0.8, 0.9):  # nothing that was scored is better than the programme's choice but by interplay
-        assert any(0.6 * before < one.cost <= share * before for one in front.points)
     assert any(not one.uniform for one in front.points) and any(one.uniform for one in front.points)
+
+
+def test_no_choice_is_worse_than_a_uniform_one_or_than_that_of_a_smaller_budget() -> None:
+    """Uniform architectures are counted and scored here by building each, whatever the search did."""
+    graph, (held, fitted) = captured(), split(SAMPLES.ids, 0.5, 0)
+    before = sum(one.numel() for one in graph.parameters())
+    _, space, starts = sorted_space(graph, {"attention": ["none"], "ffn": FFN}, fitted)
+    even = list[tuple[int, float]]()
+    for gone, width in itertools.product((False, True), (None, "width 32", "width 16")):
+        labels = ["as_is", width, *(["none"] if gone else ["as_is"]), width, "as_is", width]  # both ends keep theirs
+        picks = [next((one for one in row if one.label == x), row[0]) for row, x in zip(space, labels, strict=True)]
+        other = clone_graph(graph)
+        build(other, Context(), "puzzle", find_parts(other, "puzzle", 0, 0), picks, starts)
+        count = sum(one.numel() for one in other.parameters())
+        even.append((count, divergence(logits(graph, held), logits(other, held))))
+    chosen, shares = list[float](), (0.75, 0.85, 0.95)
+    for share in shares:
+        ctx, others = Context(samples=SAMPLES), tuple(one for one in shares if one != share)
+        options: dict[str, Any] = {"ffn": tuple(FFN), "importance": "activation", "budgets": others}
+        Pipeline([Puzzle(parameters=share * before, multiple=8, held_out=0.5, **options)]).run(captured(), ctx)
+        (found,) = [one for one in ctx.fronts[0].points if one.chosen]
+        within = [score for count, score in even if count <= share * before]
+        assert within and found.cost <= share * before and found.score <= min(within) * (1 + 1e-4) + 1e-7
+        chosen.append(found.score)
+    assert chosen == sorted(chosen, reverse=True) and chosen[-1] < chosen[0]
 
 
 @pytest.mark.parametrize(

@@ -71,9 +71,10 @@ def search(graph: GraphModule, ctx: Context, given: Search, pool: int) -> list[A
     """Return what stands in the place of each sub-layer: the best of a pool by its divergence as a whole.
 
     In the pool are choices of the programme, which differ in two sub-layers at least: up to ``pool`` of each scenario
-    that is free, one of each that names the sub-layers that go, and one for each further budget; and every architecture
-    within the limits that is the same in each layer.  So the choice is never worse than the best of these, on the
-    samples of the scores.  With further budgets, all of the latter are there.
+    that is free, and one of each that names the sub-layers that go; and every architecture within the limits that is
+    the same in each layer.  So the choice is never worse than the best of these, on the samples of the scores.
+    Further budgets add as many choices each, and all of the latter.  So among budgets that are searched together, a
+    larger one never gives a worse choice, whichever of them is the limit.
 
     Raises:
         UsageError: the limits cannot be met, or time is limited and nothing here tells it.
@@ -87,7 +88,7 @@ def search(graph: GraphModule, ctx: Context, given: Search, pool: int) -> list[A
     with naming(given.pass_name):
         found = _proposed(costs, limits, given.scenarios, pool)
         for name, limit in lowered(limits, given.budgets).items():
-            found += _proposed(costs, {name: limit}, [one for one in given.scenarios if one.is_free], 1)
+            found += _proposed(costs, {name: limit}, given.scenarios, pool)
     proposed = list(dict.fromkeys(found))
     found += [one for one in even if given.budgets or all(limit.allows(one) for limit in limits.values())]
     whole = _wholes(graph, ctx, given, list(dict.fromkeys(found)))
