@@ -193,11 +193,14 @@ Space = Sequence[Sequence[Alternative]]
 """The alternatives of each sub-layer, as it is first."""
 
 
-def alternatives(layers: Sequence[SubLayer], wanted: Mapping[str, Sequence[str]], multiple: int) -> Space:
+def alternatives(
+    layers: Sequence[SubLayer], wanted: Mapping[str, Sequence[str]], multiple: int, may_be_empty: bool = False
+) -> Space:
     """List what may stand in the place of each sub-layer.
 
     Args:
         wanted: by part (``attention``, ``ffn``), names of alternatives as recipes write them: ``width:0.5``.
+        may_be_empty: there is something else to choose.
     Raises:
         UsageError: a name is unknown, or no sub-layer has an alternative; the first reasons are given.
     """
@@ -212,7 +215,7 @@ def alternatives(layers: Sequence[SubLayer], wanted: Mapping[str, Sequence[str]]
             else:
                 found.setdefault(made.label, made)
         space.append(list(found.values()))
-    if all(len(row) < 2 for row in space):
+    if not may_be_empty and all(len(row) < 2 for row in space):
         why = "; ".join(reasons[:3]) or "name some in `attention` and `ffn`"
         raise UsageError(f"the search space is empty: no sub-layer has an alternative to what it is: {why}")
     return space

@@ -84,7 +84,7 @@ def state_problem(
         raise UsageError(f"{pass_name}: later layers run kept tokens alone; put it in front of swift_kv")
     parts = find_parts(graph, pass_name, wanted.keep_first, wanted.keep_last)
     with naming(pass_name):
-        space = joined = alternatives(parts.layers, wanted.wanted, wanted.multiple)
+        space = joined = alternatives(parts.layers, wanted.wanted, wanted.multiple, bool(formats))
         if formats:
             joined = joint(parts.layers, space, formats, partial(refused, graph))
         counted = amounts(graph, parts.layers, joined, fmt)
