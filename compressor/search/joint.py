@@ -114,6 +114,24 @@ def joint(
     return found
 
 
+def parts_of_pairs(row: Sequence[Alternative]) -> dict[int, tuple[int, int]]:
+    """Return what tells the score of a pair of an alternative and a format before anyone has measured it.
+
+    The score of the alternative in the first format, and by how much the sub-layer as it is gets worse in the pair's:
+    each is a change of its own, and small ones add up.
+
+    Returns:
+        By the places of pairs that both parts are there of, those of the parts.
+    """
+    first, places = row[0].fmt, {(one.plain.label, one.fmt): place for place, one in enumerate(row)}
+    found = dict[int, tuple[int, int]]()
+    for place, one in enumerate(row):
+        parts = places.get((one.plain.label, first)), places.get((row[0].plain.label, one.fmt))
+        if one.fmt is not None and parts[0] is not None and parts[1] is not None and place not in parts:
+            found[place] = parts[0], parts[1]
+    return found
+
+
 def has_one_format(picks: Sequence[Alternative]) -> bool:
     """Tell whether all that stays is stored in the same format."""
     return len({one.fmt for one in picks if one.stays}) <= 1

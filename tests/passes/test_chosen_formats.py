@@ -33,8 +33,9 @@ from compressor.pipeline.observers import VerifyStages
 from compressor.pipeline.pipeline import Pipeline
 from compressor.pipeline.structured.architecture import amounts, built, find_parts, formats_of, masked
 from compressor.pipeline.structured.architecture_formats import mean_squares, refused, rounded_starts
+from compressor.pipeline.structured.architecture_scores import Scores
 from compressor.pipeline.structured.architecture_starts import sort_parts
-from compressor.search.joint import chosen, has_one_format, joint
+from compressor.search.joint import chosen, has_one_format, joint, parts_of_pairs
 from compressor.search.space import alternatives, uniform
 
 SAMPLES = random_samples(VOCAB, 8)
@@ -109,6 +110,22 @@ def test_scores_see_rounded_weights() -> None:
     start, narrow = starts[1][space[1][1].label], rounded[1][both[1][4].label]  # sorted: the first half stays
     expected = dequantize(stored_in(start.weights[name], squares[name][:32], FORMATS[1]))
     torch.testing.assert_close(narrow.weights[name], expected, rtol=0, atol=0)
+
+
+def test_scores_of_pairs_follow_from_their_parts() -> None:
+    """Each part is a change of its own; the sum is near what whole runs of the pairs give."""
+    graph, parts, _, both, starts = joined()
+    places = parts_of_pairs(both[1])
+    assert places == {4: (3, 1), 5: (3, 2)}  # the narrow network in the second and third format
+    without = [one for one in both[1] if one.label != "as_is in W4A16_G32"]
+    assert parts_of_pairs(without) == {4: (2, 1)}  # nothing tells of a format that the whole sub-layer cannot have
+    assert parts_of_pairs([one.plain for one in both[1][::3]]) == {}
+    rounded = rounded_starts(graph, Context(), parts.layers, both, starts, SAMPLES.ids)
+    scores = Scores(graph, parts.layers, rounded, SAMPLES.ids)
+    bare = [row[0].plain for row in both]
+    found = [scores.of([bare[0], one, *bare[2:]]).mean for one in both[1]]
+    for place, (one, other) in places.items():
+        assert found[place] == pytest.approx(found[one] + found[other] - found[0], rel=0.25)
 
 
 def test_the_chosen_formats_are_in_the_bundle(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -18,7 +19,7 @@ from compressor.pipeline.structured.architecture import Parts, alike, built, nam
 from compressor.pipeline.structured.architecture_scores import Score, Scores
 from compressor.pipeline.structured.layer_ranking import choose_layers
 from compressor.search.front import Front, Point, lowered, with_front
-from compressor.search.joint import has_one_format
+from compressor.search.joint import has_one_format, parts_of_pairs
 from compressor.search.programme import Limit, restricted
 from compressor.search.scenarios import Scenario
 from compressor.search.space import Alternative, Space, Starts, uniform
@@ -154,22 +155,30 @@ def _front(
 
 
 def _singles(graph: GraphModule, ctx: Context, given: Search) -> list[list[Score]]:
-    """Return the score of each alternative alone."""
-    with ctx.reporter.task("score candidates", sum(map(len, given.space))) as task:
+    """Return the score of each alternative alone; those of pairs with a format follow from their parts."""
+    pairs = [parts_of_pairs(row) for row in given.space]
+    measured = [[i for i in range(len(row)) if i not in known] for row, known in zip(given.space, pairs, strict=True)]
+    with ctx.reporter.task("score candidates", sum(map(len, measured))) as task:
         several = []
-        for i, row in enumerate(given.space):
-            for place in range(len(row)):
-                choice = given.whole
-                choice[i] = place
-                several.append(given.picks(choice))
+        for i, places in enumerate(measured):
+            for place in places:
+                picks = [one[0].plain for one in given.space]  # all others as they are, and not rounded
+                picks[i] = given.space[i][place]
+                several.append(picks)
 
         def make() -> dict[str, torch.Tensor]:
             scores = given.scores.all(several, ctx.executor, task, ctx.reporter)
             return {"scores": torch.tensor([[one.mean, one.error] for one in scores], dtype=torch.float64)}
 
         flat = cached_tensors(graph, ctx, given.pass_name, _decides(ctx, given, "singles"), make)["scores"].tolist()
-    rest = iter(flat)
-    return [[Score(*next(rest)) for _ in row] for row in given.space]
+    rest, found = iter(flat), list[list[Score]]()
+    for row, places, known in zip(given.space, measured, pairs, strict=True):
+        scores = {place: Score(*next(rest)) for place in places}
+        for place, (one, other) in known.items():
+            added = scores[one].mean + scores[other].mean - scores[0].mean
+            scores[place] = Score(max(0.0, added), math.hypot(scores[one].error, scores[other].error))
+        found.append([scores[place] for place in range(len(row))])
+    return found
 
 
 def _wholes(graph: GraphModule, ctx: Context, given: Search, pool: Sequence[Choice]) -> dict[Choice, Score]:
