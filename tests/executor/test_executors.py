@@ -148,6 +148,7 @@ def cluster(importable: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
     place = tmp_path_factory.mktemp("ray", numbered=False)
     command = [*start, "start", "--head", "--num-cpus=2", "--include-dashboard=false", *options, f"--temp-dir={place}"]
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}  # whatever token the user's home may hold
+    environment["RAY_worker_niceness"] = "0"  # else whatever else runs starves its workers, at Ray's 15
     quiet = subprocess.DEVNULL
     head = subprocess.Popen([*command, "--block"], stdout=quiet, stderr=quiet, env=environment)
     try:
