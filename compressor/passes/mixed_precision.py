@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.segment_runner import SegmentRunner, run_outputs, split_samples
-from compressor.calibration.statistics import Inputs
 from compressor.errors import UsageError
 from compressor.formats.format import Format
-from compressor.formats.packing import PackedWeight, dequantize
 from compressor.graph.kinds.encoder_decoder import SampleInputs
 from compressor.graph.model import ModelInfo, clone_graph
-from compressor.graph.rewrite import replace_linear
-from compressor.graph.segments import segments
 from compressor.graph.sites import Site, linear_sites
-from compressor.numerics.nearest import awq_quantize
 from compressor.numerics.scale_search import scaled_work
 from compressor.passes.gptq import Gptq
 from compressor.pipeline.context import Context
-from compressor.pipeline.input_scales import calibrate_inputs
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.resume import Blocks
+from compressor.pipeline.sensitivities import TOKENS, divergence, sensitivities
 from compressor.pipeline.site_plan import SitePlan
-from compressor.pipeline.sites import choose_format, choose_sites, error_context, summarise_formats
+from compressor.pipeline.sites import choose_format, choose_sites, summarise_formats
 from compressor.progress import Silent
 from compressor.search.formats import BUDGETS, Budget, choose_formats, only_budget
-
-_TOKENS = 2048  # tokens that sensitivities are measured on
 
 
 @dataclass(frozen=True)
@@ -113,11 +103,7 @@ class MixedPrecision(Pass):
         samples = ctx.calibration(name)
         self.requires(graph, ctx)
         before = clone_graph(graph) if budget.kind == "kl_divergence" else None
-        with ctx.reporter.task("sensitivity", len(sites)) as task:
-            costs = {}
-            for site, cost in sensitivities(graph, ctx, samples.ids, sites, formats):
-                costs[site] = cost
-                task.advance()
+        costs = sensitivities(graph, ctx, samples.ids, sites, formats)
         chosen = self._choose(graph, ctx, sites, [costs[site.name] for site in sites])
         ctx.notes.append(summarise_formats(name, sites, chosen))
         steps = Gptq(scheme=self.schemes[0])
@@ -162,74 +148,11 @@ class MixedPrecision(Pass):
 
 def _compare(before: GraphModule, after: GraphModule, ids: SampleInputs, expected: float, budget: Budget) -> str:
     """Format the sum of the linears' divergences and the measured divergence of the whole model."""
-    few = split_samples(before, ids, _TOKENS)[0]
+    few = split_samples(before, ids, TOKENS)[0]
     dense, rounded = (next(run_outputs(SegmentRunner(graph, [few]), Silent())) for graph in (before, after))
-    measured = _divergence(before, dense, rounded)
+    measured = divergence(dense, rounded, before.meta["model"].generates)
     text = f"mixed_precision: {budget}: {expected:.3g} nats a token by adding up, {measured:.3g} measured in the end"
     return text if measured <= budget.limit else f"{text}: above the budget"
-
-
-def sensitivities(
-    graph: GraphModule, ctx: Context, ids: SampleInputs, sites: Sequence[Site], formats: Sequence[Format]
-) -> Iterator[tuple[str, list[float]]]:
-    """Yield (site, cost of rounding it alone to each format), in dataflow order.
-
-    The cost is the divergence of the model's outputs: for a decoder KL(dense || rounded) per token, in nats; otherwise
-    the squared error of the outputs relative to their squared norm.  It is measured for the first format, and
-    extrapolated to the others in proportion to the squared error of the linear's outputs, for inputs of the measured
-    mean squares.
-
-    Args:
-        ids: as for :class:`compressor.calibration.calibrate.CalibrationRun`; the first 2,048 tokens, or pixels,
-            or the first sound, are used.
-        formats: the smallest first.
-    """
-    few = split_samples(graph, ids, _TOKENS)[0]
-    (dense,) = run_outputs(SegmentRunner(graph, [few]), Silent())
-    run = SegmentRunner(graph, [few], ctx.spill)
-    names = {site.name for site in sites}
-    squares = {
-        site.name: inputs.mean_square
-        for group, inputs in CalibrationRun(
-            graph, few if isinstance(few, Tensor) else [few], sites, Inputs, CalibrationOptions(true_sequential=False)
-        ).groups()
-        for site in group
-    }
-    steps = calibrate_inputs(graph, ctx, "mixed_precision", {site.name: formats[0] for site in sites})
-    cut = segments(graph)
-    for index, segment in enumerate(cut):
-        for site in segment.sites:
-            if site.name not in names:
-                continue
-            weight = graph.get_parameter(site.weight_name).detach().float()
-            with error_context(site):
-                rounded = [awq_quantize(weight, squares[site.name], fmt) for fmt in formats]
-            errors = [float((dequantize(w) - weight).double().square().sum(0) @ squares[site.name]) for w in rounded]
-            smallest = rounded[0].with_input_scale(steps.get(site.name))
-            worst = _divergence(graph, dense, _outputs_with(graph, site.name, smallest, run, index))
-            scale = worst / errors[0] if errors[0] > 0 else 0.0
-            yield site.name, [float(f"{scale * error:.4g}") for error in errors]
-        if segment.exit is not None:
-            run.advance(segment)
-
-
-def _outputs_with(graph: GraphModule, name: str, packed: PackedWeight, run: SegmentRunner, first: int) -> Tensor:
-    """Return the outputs with one linear replaced, computed from the hidden states in front of its segment on."""
-    changed = clone_graph(graph)
-    replace_linear(changed, next(site for site in linear_sites(changed) if site.name == name), packed)
-    changed.recompile()
-    probe = SegmentRunner(changed, run.batches)
-    probe.hidden = [None if hidden is None else hidden.clone() for hidden in run.hidden]
-    probe.memory = list(run.memory)
-    (outputs,) = run_outputs(probe, Silent(), first)
-    return outputs
-
-
-def _divergence(graph: GraphModule, dense: Tensor, rounded: Tensor) -> float:
-    if graph.meta["model"].generates:
-        p, q = (torch.log_softmax(x.double(), dim=-1) for x in (dense, rounded))
-        return max(0.0, float((p.exp() * (p - q)).sum(-1).mean()))
-    return float((rounded - dense).double().square().sum() / dense.double().square().sum().clamp(min=1e-30))
 
 
 def _with_sensitivity(plan: SitePlan, weights: int, formats: Sequence[Format]) -> SitePlan:
@@ -239,5 +162,5 @@ def _with_sensitivity(plan: SitePlan, weights: int, formats: Sequence[Format]) -
     work = Counter(plan.work)
     for fmt in formats:
         work.update(scaled_work(plan.out_features, plan.in_features, fmt, 0))
-    work.update({"matmul_flop": _TOKENS * weights})
+    work.update({"matmul_flop": TOKENS * weights})
     return replace(plan, work=dict(work))

@@ -135,12 +135,12 @@ def by_segment(graph: GraphModule, sites: Sequence[Site]) -> list[list[Site]]:
 
 
 @contextmanager
-def error_context(site: Site) -> Iterator[None]:
-    """Prefix the message of an error raised inside with the site's name."""
+def error_context(site: Site | str) -> Iterator[None]:
+    """Prefix the message of an error raised inside with the site's name; a site may be given by it."""
     try:
         yield
     except CompressorError as error:
-        raise type(error)(f"{site.name}: {error}") from error
+        raise type(error)(f"{site if isinstance(site, str) else site.name}: {error}") from error
 
 
 def compress_site(

@@ -9,22 +9,29 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from families import DECODERS, make
 from missing import skip_or_fail
+from packed_models import random_samples
 
+from compressor.capture.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.executor import jobs
-from compressor.executor.jobs import Executor, InProcess, answer, identity
+from compressor.executor.jobs import Arguments, Executor, InProcess, answer, identity
 from compressor.executor.named import make_executor
 from compressor.executor.pool import LocalPool
 from compressor.executor.store import Store, fetched
+from compressor.formats.format import Format
+from compressor.graph.sites import linear_sites
 from compressor.host.cache import cache_folder
-from compressor.progress import Silent
+from compressor.pipeline.context import Context
+from compressor.pipeline.sensitivities import sensitivities
+from compressor.progress import Reporter, Silent, Task
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -141,6 +148,7 @@ def cluster(importable: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
     place = tmp_path_factory.mktemp("ray", numbered=False)
     command = [*start, "start", "--head", "--num-cpus=2", "--include-dashboard=false", *options, f"--temp-dir={place}"]
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}  # whatever token the user's home may hold
+    environment["RAY_worker_niceness"] = "0"  # else whatever else runs starves its workers, at Ray's 15
     quiet = subprocess.DEVNULL
     head = subprocess.Popen([*command, "--block"], stdout=quiet, stderr=quiet, env=environment)
     try:
@@ -176,6 +184,48 @@ def test_a_cluster_gives_the_bits_of_this_process(
         assert found == list(range(4)) and (tmp_path / "mark").is_file()
         with pytest.raises(UsageError, match="job one: is refused"):
             run(executor, "refuses", [{"number": n} for n in range(3)])
+
+
+class Mortal(Executor):
+    """Run jobs on another executor, the first of which ends its worker when it is nearly done."""
+
+    def __init__(self, executor: Executor, mark: Path) -> None:
+        self._executor, self._mark = executor, str(mark)
+
+    def run(self, function: str, jobs: Iterable[Arguments], task: Task, reporter: Reporter) -> list[Any]:
+        wrapped = ({"mark": self._mark, "function": function, "arguments": one} for one in jobs)
+        return self._executor.run("jobs_of_tests:dies_once_in", wrapped, task, reporter)
+
+
+def costs(executor: Executor) -> tuple[dict[str, list[float]], Lines]:
+    """Return sensitivities of a small model's linears."""
+    seen = Lines()
+    graph, ctx = capture(make(*DECODERS["Llama"], True)), Context(executor=executor, reporter=seen)
+    formats = [Format.parse(name) for name in ("W2A8_G16", "W8A16")]
+    return sensitivities(graph, ctx, random_samples(97, 12).ids, linear_sites(graph), formats), seen
+
+
+@pytest.fixture(scope="module")
+def costs_here() -> dict[str, list[float]]:
+    return costs(InProcess())[0]
+
+
+def test_sensitivities_on_a_pool_that_loses_a_worker(
+    costs_here: dict[str, list[float]], pool: LocalPool, tmp_path: Path
+) -> None:
+    found, _ = costs(Mortal(pool, tmp_path / "mark"))
+    assert found == costs_here and (tmp_path / "mark").is_file()
+    assert all(smallest > largest > 0 for smallest, largest in found.values())
+
+
+def test_sensitivities_on_a_cluster_that_loses_a_worker(
+    cluster: str, costs_here: dict[str, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    with make_executor("ray") as executor:
+        found, _ = costs(Mortal(executor, tmp_path / "mark"))
+    assert found == costs_here and (tmp_path / "mark").is_file()
 
 
 @pytest.mark.parametrize("address", ["ray://127.0.0.1:1", "ray://", "ray://host:wrong"])

@@ -22,9 +22,10 @@ from compressor.graph.rewrite import replace_linear
 from compressor.graph.sites import linear_sites, match_sites
 from compressor.host.resources import resource
 from compressor.numerics.nearest import awq_quantize
-from compressor.passes.mixed_precision import MixedPrecision, sensitivities
+from compressor.passes.mixed_precision import MixedPrecision
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pipeline
+from compressor.pipeline.sensitivities import sensitivities
 from compressor.recipe.recipe import load_text_spec
 
 MODEL = resource("models") / "reference"
@@ -49,7 +50,7 @@ def logits(graph: GraphModule, ids: Tensor) -> Tensor:
 def test_a_sensitivity_is_the_divergence_of_the_whole_model(samples: Samples) -> None:
     graph, formats = capture(MODEL), [Format.parse("W2A16_G64"), Format.parse("W4A16_G128")]
     sites = match_sites(linear_sites(graph), TARGETS)[0]
-    found = dict(sensitivities(graph, Context(), samples.ids, sites, formats))
+    found = sensitivities(graph, Context(), samples.ids, sites, formats)
     assert list(found) == [site.name for site in sites]
     dense = torch.log_softmax(logits(graph, samples.ids).double(), -1)
     for name in ("model.layers.0.mlp.down_proj", "model.layers.3.self_attn.k_proj"):
@@ -167,7 +168,7 @@ def test_experts_count_as_often_as_tokens_choose_them() -> None:
             gate.copy_(torch.tensor([1.0, 2.0, -1.0, -2.0, 0.0])[:, None] * gate[0].clone())
     graph, schemes = capture(model), ("W2A16_G32", "W4A16_G32", "W8A16")
     sites, samples = match_sites(linear_sites(graph), "Expert")[0], random_samples(97, 64)
-    costs = dict(sensitivities(graph, Context(), samples.ids, sites, [Format.parse(name) for name in schemes]))
+    costs = sensitivities(graph, Context(), samples.ids, sites, [Format.parse(name) for name in schemes])
     idle = {name for name in costs if name.endswith(".4")}
     assert len(idle) == 4 and all(costs[name] == [0.0] * 3 for name in idle)
     assert all(costs[name][0] > 0 for name in costs.keys() - idle)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from compressor.errors import UsageError
+from compressor.executor.jobs import resolved
 
 
 def squares(values: Tensor, again: list[Tensor], plus: float) -> dict[str, Any]:
@@ -28,6 +29,13 @@ def dies_once(mark: str, number: int) -> int:
         return number
     os.kill(os.getpid(), signal.SIGKILL)
     return -1
+
+
+def dies_once_in(mark: str, function: str, arguments: dict[str, Any]) -> Any:
+    """Run a job, and kill the process that runs the first one, in its middle."""
+    found = resolved(function)(**arguments)
+    dies_once(mark, 0)
+    return found
 
 
 def dies() -> None:

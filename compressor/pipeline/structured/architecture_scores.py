@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compressor.calibration.programs import Program, run_program, write_program
-from compressor.calibration.segment_runner import SegmentRunner, ancestors, split_samples
+from compressor.calibration.programs import Program, run_program
+from compressor.calibration.segment_runner import SegmentRunner, split_samples
 from compressor.calibration.steps import MICRO_BATCH_TOKENS
+from compressor.calibration.suffixes import write_suffix
 from compressor.errors import UsageError
 from compressor.executor.jobs import Executor, InProcess
-from compressor.graph.rewrite import held_tensor
 from compressor.graph.segments import cut_at
 from compressor.pipeline.structured.architecture import Picks, masked
 from compressor.progress import Reporter, Silent, Task
@@ -102,17 +102,7 @@ class Scores:
         stream = SegmentRunner(changed, self._batches)
         stream.hidden = list(self._hidden[first.branch.entry])
         _, last = cut_at(changed, [entry])
-        needed = ancestors([_logits(changed)], set(last.nodes))
-        program, inputs = write_program([node for node in last.nodes if node in needed])
-        held = {node: held_tensor(changed, str(node.target)) for node in inputs if node.op == "get_attr"}
-        batches = [stream.environment(last, i) for i in range(len(self._batches))]
-        return {
-            "program": program,
-            "output": _logits(changed).name,
-            "held": {node.name: value for node, value in held.items()},
-            "batches": [{node.name: env[node] for node in inputs if node not in held} for env in batches],
-            "dense": self._dense,
-        }
+        return {**write_suffix(stream, last), "dense": self._dense}
 
 
 def check_held_out(ids: Tensor) -> None:
