@@ -63,6 +63,8 @@ class KvCache(Pass):
             raise UsageError(
                 f"kv_cache: {info.name} is not a decoder, whose caches alone are packed; leave the pass out"
             )
+        if info.predicts:
+            raise UsageError("kv_cache: predicted caches (predict_kv) are float32; leave one of the passes out")
         if not info.layers:
             raise UsageError(f"kv_cache: {info.name} has no attention and keeps no keys and values; leave the pass out")
         if not attention_layers(graph):
