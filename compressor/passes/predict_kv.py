@@ -135,13 +135,10 @@ class PredictKv(TrainingPass, Pass):
         info: ModelInfo = graph.meta["model"]
         tokens = min(_PROMPT, info.max_positions or _PROMPT)
         own, whole = prompt_operations(graph, tokens)
-        found = measure_prompts(graph, held_out, self.batch)
         return [
             f"predict_kv: {info.predicts} of {info.layers} layers are copied; a prompt of {tokens} tokens takes "
             f"{own / 1e6:.4g} million multiply-adds a token in place of {whole / 1e6:.4g} ({own / whole:.1%})",
-            f"predict_kv: lossy: behind prompts of {held_out.shape[1] // 2} tokens, perplexity {found.predicted:.4g} "
-            f"in place of {found.dense:.4g}, and the model's likeliest token in {found.agreement:.1%}, on held-out "
-            "samples",
+            f"predict_kv: {measure_prompts(graph, held_out, self.batch)}, on held-out samples",
         ]
 
     def _add(self, graph: GraphModule) -> list[str]:

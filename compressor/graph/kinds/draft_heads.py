@@ -13,7 +13,7 @@ library's entry ``heads`` takes hidden states and successors as inputs.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, fx

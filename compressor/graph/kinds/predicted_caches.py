@@ -210,9 +210,7 @@ def prediction_graph(graph: GraphModule) -> GraphModule:
 def prediction_weights(graph: GraphModule) -> list[str]:
     """Return the names of all parameters of copies and predictors that are numbers with a point."""
     prefix = f"{NAME}."
-    return [
-        name for name, value in graph.named_parameters() if name.startswith(prefix) and value.is_floating_point()
-    ]
+    return [name for name, value in graph.named_parameters() if name.startswith(prefix) and value.is_floating_point()]
 
 
 def prompt_operations(graph: GraphModule, tokens: int) -> tuple[float, float]:

@@ -35,12 +35,12 @@ class Prompts:
         self._layers, self._copied, self._vocab_size = model["layers"], model["predicts"], model["vocab_size"]
 
     def fill(self, ids: ArrayLike) -> None:
-        """Write the rows of tokens [B, S], which caches that hold none have room for.
+        """Write the rows of tokens [B, S] but the last, which caches that hold none have room for.
 
         Raises:
             RequestError: ids out of range.
         """
-        tokens = token_ids(ids, self._vocab_size)
+        tokens = token_ids(ids, self._vocab_size)[:, :-1]
         caches, places = self._caches(), np.arange(tokens.shape[1])
         scratch = (*caches[: self._copied], *caches[self._layers : self._layers + self._copied])
         rows = self._predict(self._put(np.ascontiguousarray(tokens)), self._put(places), *scratch)
@@ -65,11 +65,11 @@ def read_prompt(session: Any, ids: ArrayLike) -> NDArray[np.float32]:
     is lossy.  ``session.step`` never predicts.
     """
     tokens, prompts = np.asarray(ids), session.prompts
-    if prompts is not None and not any(session.lengths) and tokens.ndim == 2 and len(tokens) == session.batch:
-        if (count := tokens.shape[1] - 1) > 0:
-            session.make_room(count + 1)
-            prompts.fill(tokens[:, :-1])
-            session.advance(count)
-            ids = tokens[:, -1:]
+    fits = tokens.ndim == 2 and len(tokens) == session.batch and tokens.shape[1] > 1  # `step` refuses others in words
+    if prompts is not None and fits and not any(session.lengths):
+        session.make_room(tokens.shape[1])
+        prompts.fill(tokens)
+        session.advance(tokens.shape[1] - 1)
+        ids = tokens[:, -1:]
     logits: NDArray[np.float32] = session.step(ids)
     return logits
