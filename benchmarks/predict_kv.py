@@ -27,7 +27,7 @@ from compressor_runtime.depth.prompts import read_prompt
 
 from compressor.capture.capture import capture
 from compressor.data.text import load_evaluation, load_samples
-from compressor.graph.kinds.predicted_caches import prompt_operations
+from compressor.graph.kept_tokens.predicted_caches import prompt_operations
 from compressor.graph.model import clone_graph
 from compressor.passes.predict_kv import PredictKv
 from compressor.pipeline.context import Context

@@ -133,7 +133,7 @@ class Predict:
     """Add copies of the first layer that predict caches, with random predictors."""
 
     def run(self, graph: Any, ctx: Any) -> Any:
-        from compressor.graph.kinds.predicted_caches import add_prediction
+        from compressor.graph.kept_tokens.predicted_caches import add_prediction
         from compressor.graph.rewrite import set_parameter
 
         generator = torch.Generator().manual_seed(0)

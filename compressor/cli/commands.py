@@ -150,6 +150,7 @@ def plan_command(recipe: str, probe: bool, as_json: bool, **changes: Any) -> Non
         loaded = load_recipe(recipe, **changes)
     from compressor.cli.progress import progress
     from compressor.cli.show_plan import show_plan
+
     with loading():
         from compressor.plan.plan import check_plan, make_plan
 

@@ -3,7 +3,7 @@
 KV Prediction (Horton et al. 2024, arXiv 2410.08391): copies of the first layers read the prompt, and linears map what
 they attend to onto the caches of all layers, so that the first token costs the small model's operations.  Every later
 token, and the last of the prompt, run the decoder as it was.  The graph is drawn in
-:mod:`compressor.graph.kinds.predicted_caches`.
+:mod:`compressor.graph.kept_tokens.predicted_caches`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from compressor.errors import UsageError
 from compressor.graph.caches import attention_layers
-from compressor.graph.kinds.predicted_caches import (
+from compressor.graph.kept_tokens.predicted_caches import (
     CannotPredict,
     add_prediction,
     makers_of,

@@ -659,17 +659,19 @@ class Session {
     int64_t count = int64_t(ids.size()), bytes = count * model_.row_bytes;
     std::vector<ffi::Any> arguments = {tensor(ids).as_strided({1, count}, {count, 1}), tensor(positions)};
     for (int64_t first : {int64_t(0), model_.layers}) {
-      for (int64_t i = 0; i < model_.predicts; ++i) arguments.push_back(cache_tensor(caches_[size_t(first + i)]));
+      for (size_t i = size_t(first); i < size_t(first + model_.predicts); ++i) {
+        arguments.push_back(cache_tensor(caches_[i], heads(i)));
+      }
     }
     ffi::Tensor rows = kernels_.call(kPredict, std::move(arguments));
     if (rows.dtype() != DLDataType{kDLFloat, 32, 1} || !rows.IsContiguous() || !model_.dense_cache ||
-        rows.numel() * 4 != 2 * model_.layers * model_.kv_heads * bytes) {
+        rows.numel() * 4 != 2 * std::accumulate(model_.heads.begin(), model_.heads.end(), int64_t(0)) * bytes) {
       fail(kUnusable, "model.so: its entry `predict` returns no keys and values; compress again");
     }
     auto* source = static_cast<const unsigned char*>(rows.data_ptr());
-    for (const Bytes& cache : caches_) {
-      for (int64_t head = 0; head < model_.kv_heads; ++head, source += bytes) {
-        std::memcpy(cache.get() + head * capacity_ * model_.row_bytes, source, size_t(bytes));
+    for (size_t i = 0; i < caches_.size(); ++i) {
+      for (int64_t head = 0; head < heads(i); ++head, source += bytes) {
+        std::memcpy(caches_[i].get() + head * capacity_ * model_.row_bytes, source, size_t(bytes));
       }
     }
     accept(ids.size());

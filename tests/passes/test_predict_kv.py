@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy, linear
 
 from compressor.capture.capture import capture
 from compressor.errors import UsageError
+from compressor.graph.kept_tokens.predicted_caches import add_prediction, prediction_graph, prompt_operations
 from compressor.graph.kinds.draft_heads import without_heads
-from compressor.graph.kinds.predicted_caches import add_prediction, prediction_graph, prompt_operations
 from compressor.graph.model import clone_graph
 from compressor.graph.rewrite import set_parameter
 from compressor.passes.early_exit import EarlyExit

@@ -13,7 +13,7 @@ and they are a third one; `main` is that of the model without them:
     heads: hidden, next -> logits of each head
     verify: ids, ... -> logits, hidden, new keys and values
 
-One whose prompts' caches a small model predicts (:mod:`compressor.graph.kinds.predicted_caches`) has an entry for it:
+One whose prompts' caches a small model predicts (:mod:`compressor.graph.kept_tokens.predicted_caches`) has an entry more:
 
     predict: ids, position, k_cache, v_cache of the copied layers, scratch -> keys of all layers, then values
 
@@ -47,10 +47,10 @@ from torch.fx import GraphModule, Node
 
 from compressor.capture.export import example_call, export_program, reexport
 from compressor.errors import VerificationError
+from compressor.graph.kept_tokens.predicted_caches import PREDICT, prediction_graph
 from compressor.graph.kinds.draft_heads import CannotHead, giving_hidden, heads_graph, hidden_and_next, without_heads
 from compressor.graph.kinds.encoder_decoder import SOURCE, SOURCE_MASK, encoder_nodes
 from compressor.graph.kinds.halves import copy_calls, needed_nodes, pair_halves
-from compressor.graph.kinds.predicted_caches import PREDICT, prediction_graph
 from compressor.graph.kinds.sparse_drafts import SPARSE, drafts_sparse, sparse_graph
 from compressor.graph.kinds.token_trees import tree_graph, why_no_trees
 from compressor.graph.kinds.upper_planes import PLANES, has_planes, upper_graph

@@ -102,7 +102,7 @@ def add_heads(graph: GraphModule, count: int, width: int) -> list[str]:
 def without_heads(graph: GraphModule) -> GraphModule:
     """Return the graph of the model alone, which shares the parameters; the graph itself if nothing was added to it.
 
-    Predicted caches (:mod:`compressor.graph.kinds.predicted_caches`) are left out as heads are.
+    Predicted caches (:mod:`compressor.graph.kept_tokens.predicted_caches`) are left out as heads are.
     """
     info: ModelInfo = graph.meta["model"]
     if not info.draft_heads and not info.predicts:

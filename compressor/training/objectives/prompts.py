@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from compressor.graph.kept_tokens.predicted_caches import prediction
 from compressor.graph.kinds.draft_heads import without_heads
-from compressor.graph.kinds.predicted_caches import prediction
 from compressor.graph.rewrite import set_parameter
 from compressor.graph.sites import linear_sites
 from compressor.numerics.products.deterministic import inverse_cholesky, total

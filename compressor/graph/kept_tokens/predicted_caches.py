@@ -95,6 +95,8 @@ def _layers(graph: GraphModule, info: ModelInfo) -> list[AttentionLayer]:
         raise CannotPredict("its caches are predicted already; give the pass once")
     if info.draft_heads or info.speculates:
         raise CannotPredict("it verifies drafted tokens, which predicted caches do not serve; leave `speculate` out")
+    if info.uneven_heads:
+        raise CannotPredict(f"the caches of {info.name} have unlike heads; predicted rows all have as many")
     if info.states:
         raise CannotPredict(f"{info.name} has recurrent layers, whose states are not keys and values")
     if info.leaves_early:
