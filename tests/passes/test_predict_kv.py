@@ -201,7 +201,7 @@ def test_what_is_refused(llama: GraphModule) -> None:
         (KvCache("INT8"), "predicts float32 caches; leave the pass out"),
         (SwiftKv(steps=0), "leave one of the passes out"),
         (EarlyExit(steps=0), "leave predict_kv or this pass out"),
-        (SkipLayers(count=1), "put the pass in front of predict_kv"),
+        (SkipLayers(remove=1.0), "put the pass in front of predict_kv"),
     ):
         with pytest.raises(UsageError, match=reason):
             step.requires(clone_graph(added), Context())

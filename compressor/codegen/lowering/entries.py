@@ -13,7 +13,7 @@ and they are a third one; `main` is that of the model without them:
     heads: hidden, next -> logits of each head
     verify: ids, ... -> logits, hidden, new keys and values
 
-One whose prompts' caches a small model predicts (:mod:`compressor.graph.kept_tokens.predicted_caches`) has an entry more:
+One whose prompts' caches a small model predicts (:mod:`compressor.graph.kept_tokens.predicted_caches`) has one more:
 
     predict: ids, position, k_cache, v_cache of the copied layers, scratch -> keys of all layers, then values
 
