@@ -129,6 +129,20 @@ def planes_bundle(write_llama: Callable[..., Path]) -> Path:
     return folder
 
 
+class Predict:
+    """Add copies of the first layer that predict caches, with random predictors."""
+
+    def run(self, graph: Any, ctx: Any) -> Any:
+        from compressor.graph.kept_tokens.predicted_caches import add_prediction
+        from compressor.graph.rewrite import set_parameter
+
+        generator = torch.Generator().manual_seed(0)
+        for name in add_prediction(graph, 1):
+            set_parameter(graph, name, torch.randn(graph.get_parameter(name).shape, generator=generator) / 8)
+        self.graph = graph
+        return graph
+
+
 @pytest.fixture
 def copy(bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(bundle, tmp_path / "copy"))
@@ -144,6 +158,39 @@ def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> N
     assert (done.returncode, done.stdout) == (code, ""), done
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_prompts_leave_predicted_keys_and_values(
+    write_llama: Callable[..., Path], runner: Runner, tmp_path: Path
+) -> None:
+    """Both run-times compute what the graph does: the model's last token behind predicted rows of the others."""
+    from compressor_runtime.depth.prompts import read_prompt
+
+    from compressor.graph.kinds.draft_heads import without_heads
+    from compressor.passes.rtn import Rtn
+    from compressor.training.device import Device
+    from compressor.training.objectives.prompts import continued, rows_of
+    from compressor.training.trainable import TrainableGraph
+
+    change = Predict()
+    folder = write_llama(change, Rtn("W4A16_G32"), layers=2)
+    python, ids = load(folder, threads=1), torch.tensor([PROMPT, PROMPT[::-1]])
+    with torch.no_grad():
+        outputs = TrainableGraph(change.graph, (), rows_of(change.graph)[:1])(ids)
+        rows = [each[:, :, : len(PROMPT) - 1] for each in outputs.hidden[0].unbind(0)]
+        wanted = continued(without_heads(change.graph), ids, rows, Device())[:, 0].numpy()
+    found = read_prompt(python.session(2, 1), ids.numpy())[:, 0]  # the caches grow
+    np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-4)
+    assert abs(found - outputs.last[:, -1].numpy()).max() > 0.01  # the model itself says something else
+    with pytest.raises(RequestError, match="the model knows 0 to 63"):
+        read_prompt(python.session(), [[1, 64]])
+    expected = list(python.generate_ids(PROMPT, max_tokens=12))
+    done = runner(folder, PROMPT, "--max-tokens", 12, "--threads", 1, "--logits", tmp_path / "logits")
+    assert done.stdout == ",".join(map(str, expected)) + "\n"
+    first = np.fromfile(tmp_path / "logits", np.float32)
+    assert np.array_equal(first, read_prompt(python.session(), [PROMPT])[0, -1])
+    edit_manifest(folder, lambda manifest: manifest["model"].update(predicts=2))
+    refused(runner(folder, PROMPT), 4, "predicts")
 
 
 @pytest.mark.parametrize(("which", "threads"), [("bundle", 1), ("bundle", 2), ("packed_bundle", 2)])

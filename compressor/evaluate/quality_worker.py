@@ -87,6 +87,8 @@ def _listen(bundle: Any, asked: dict[str, Any], requests: BinaryIO, send: Callab
 
 def _continue(bundle: Any, asked: dict[str, Any], requests: BinaryIO, send: Callable[..., None]) -> None:
     """Answer a request for continuations: steps of one session, through its caches."""
+    from compressor_runtime.depth.prompts import read_prompt
+
     batch, length = asked["prompts"]
     prompts = np.frombuffer(requests.read(8 * batch * length), np.int64).reshape(batch, length)
     if bundle.leaves_early:
@@ -94,7 +96,7 @@ def _continue(bundle: Any, asked: dict[str, Any], requests: BinaryIO, send: Call
         send(np.concatenate(found).tolist())
         return
     session = bundle.session(batch, length + asked["count"])
-    send(continue_greedily(lambda ids: session.step(ids)[:, -1], prompts, asked["count"]).tolist())
+    send(continue_greedily(lambda ids: read_prompt(session, ids)[:, -1], prompts, asked["count"]).tolist())
 
 
 def _skip(bundle: Any, asked: dict[str, Any], requests: BinaryIO, send: Callable[..., None]) -> None:

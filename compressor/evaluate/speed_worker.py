@@ -84,6 +84,7 @@ def bundle_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int
     """Load a bundle, without torch."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # tvm_ffi would import it where it is installed
     from compressor_runtime import load
+    from compressor_runtime.depth.prompts import read_prompt
 
     begin = _clock()
     bundle = load(path, threads=threads or None)
@@ -97,7 +98,7 @@ def bundle_subject(path: Path, prompt_tokens: int, new_tokens: int, threads: int
 
     def start(capacity: int) -> Step:
         session = bundle.session(capacity=capacity)
-        return lambda tokens: session.step(tokens).argmax(-1)
+        return lambda tokens: read_prompt(session, tokens).argmax(-1)
 
     opens = bundle_steps(bundle) if bundle.kind == "seq2seq" else start
 

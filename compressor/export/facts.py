@@ -102,6 +102,8 @@ def model_facts(graph: GraphModule) -> dict[str, Any]:
         del facts["uneven_heads"]
     for inner in ("speculates", "draft_heads", "first_blocks"):  # `entries` and `parts` say it
         del facts[inner]
+    if not info.predicts:
+        del facts["predicts"]
     if info.encoder_source is None:
         del facts["encoder_source"]
     for name in ("pair", "exits", "depths"):

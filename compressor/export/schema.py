@@ -79,6 +79,7 @@ class ModelEntry(_Entry):
     outputs: list[str] | None = None  # of a plain module that returns its outputs by name
     inputs: list[InputEntry] | None = None  # of a plain module; bundles from before arrays were compared say nothing
     entry_bytes: Count = 0  # bundles from before batches were divided say nothing
+    predicts: Count = 0  # layers whose copies predict the caches of prompts
     max_positions: Count
     eos_ids: list[Count]
     bos_id: Count | None
@@ -168,6 +169,8 @@ def _check_entries(manifest: Manifest) -> None:
         return
     wanted, found = _ENTRIES.get(manifest.kind), set(manifest.entries)
     drafts = found if manifest.kind == "decoder" else set[str]()
+    if manifest.kind == "decoder" and manifest.model.predicts:
+        wanted = {"main", "predict"}
     if wanted is None or not wanted <= found or found - wanted - drafts:
         raise VerificationError(f"entries: {', '.join(manifest.entries)}: not those of a {manifest.kind}")
     for name, used in manifest.entries.items():

@@ -114,6 +114,7 @@ class ModelInfo:
     states: tuple[tuple[int, ...], ...] = ()  # of recurrent layers, float32, without the batch in front
     speculates: bool = False  # a decoder's library has an entry that verifies drafted tokens
     draft_heads: int = 0  # that a decoder has for drafts: its last output is theirs
+    predicts: int = 0  # layers whose copies predict a decoder's caches for prompts: its last output is theirs
     first_blocks: int | None = None  # that draft, as an entry of their own; 0 makes one of each half of a block
     max_positions: int = 0  # 0: no limit stated
     eos_ids: tuple[int, ...] = ()

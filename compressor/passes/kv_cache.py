@@ -59,10 +59,9 @@ class KvCache(Pass):
     def requires(self, graph: GraphModule, ctx: Context) -> None:
         """Refuse models without caches, and caches that are packed already."""
         info: ModelInfo = graph.meta["model"]
-        if info.kind != "decoder":
-            raise UsageError(
-                f"kv_cache: {info.name} is not a decoder, whose caches alone are packed; leave the pass out"
-            )
+        if info.predicts or info.kind != "decoder":
+            why = "predicts float32 caches" if info.predicts else "is not a decoder, whose caches alone are packed"
+            raise UsageError(f"kv_cache: {info.name} {why}; leave the pass out")
         if not info.layers:
             raise UsageError(f"kv_cache: {info.name} has no attention and keeps no keys and values; leave the pass out")
         if not attention_layers(graph):

@@ -45,6 +45,8 @@ class CudaBackend(NativeBackend):
             raise UsageError(
                 f"{info.name}: the target cuda cannot run some blocks alone (early_exit, skip_decode); take x86"
             )
+        if info.predicts:
+            raise UsageError(f"{info.name}: the target cuda predicts no caches (predict_kv); take the target x86")
         graph, kernels = as_lowered(graph), gpu_kernels(self.isa)
         program = tree_graph(graph) if graph.meta["model"].speculates else graph
         for node in program.graph.nodes:

@@ -86,6 +86,8 @@ class WebBackend:
             raise UsageError(
                 f"{info.name}: the target webgpu cannot run some blocks alone (early_exit, skip_decode); take x86"
             )
+        if info.predicts:
+            raise UsageError(f"{info.name}: the target webgpu predicts no caches (predict_kv); take the target x86")
         if info.speculates and info.draft_heads:
             raise UsageError(
                 f"{info.name}: browsers have no drafts by heads; leave `draft_heads` or `speculate` out, or take the "

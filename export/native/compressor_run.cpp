@@ -50,6 +50,7 @@ constexpr size_t kAlignment = 64;  // the kernels use aligned vector loads: any 
 constexpr size_t kLargestHeader = 16 << 20, kDeepest = 64, kMostDimensions = 16;
 constexpr int64_t kMostLayers = 4096;
 constexpr int kShareCores = -3;  // TVM's kSpecifyThreadShareAllCore: threads may run on all given cores, none is pinned
+constexpr const char* kPredict = "predict";  // the entry that predicts keys and values of a prompt
 constexpr const char* kPlanes = "planes";  // the kind of drafts, and the entry that reads upper planes alone
 constexpr const char* kUsage =
     "usage: compressor_run BUNDLE --ids 1,2,3 [--max-tokens N] [--threads T] [--speculate lookup|planes|off]\n"
@@ -362,6 +363,7 @@ struct Model {
   bool dense_cache;
   std::vector<int64_t> ends;
   std::string speculate;  // drafts that the recipe asks for; empty for none
+  int64_t predicts = 0;  // layers whose caches the entry `predict` takes as scratch; 0 where there is none
 };
 
 Model read_model(const fs::path& root, const json::Object& manifest) {
@@ -379,6 +381,10 @@ Model read_model(const fs::path& root, const json::Object& manifest) {
                                               "planes", "self",   "sparse",  "auto"};
   if (known.count(model.speculate) == 0) {
     fail(kDamaged, "manifest.json: `speculate` has a value that cannot be; copy the bundle again");
+  }
+  model.predicts = field_or<int64_t>(facts, "predicts", 0);
+  if (model.predicts < 0 || (model.predicts != 0 && model.predicts >= model.layers)) {
+    fail(kDamaged, "manifest.json: `predicts` has a value that cannot be; copy the bundle again");
   }
   if (model.limit == 0) model.limit = INT64_MAX;  // the model states none
   // Bundles from before caches had formats do not mention them.
@@ -523,7 +529,8 @@ std::map<std::string, Sizes> read_entries(const json::Object& manifest, size_t p
   }
   auto listed = field<json::Object>(manifest, "entries");
   std::map<std::string, Sizes> entries;
-  for (const char* name : {"main", "verify", kPlanes}) {
+  bool predicts = field<json::Object>(manifest, "model").count("predicts") != 0;
+  for (const char* name : {"main", predicts ? kPredict : "verify", kPlanes}) {
     if (name == kPlanes && listed.count(kPlanes) == 0) continue;
     for (int64_t index : entries[name] = items<int64_t>(listed, name)) {
       if (index >= 0 && index < int64_t(parameters)) continue;
@@ -609,6 +616,14 @@ class Session {
     resize(std::min(capacity, model.limit));
   }
 
+  // Appends the tokens that a text begins with; logits [V] after the last.  Where the bundle predicts caches, the others
+  // leave predicted keys and values.
+  std::vector<float> prompt(const Sizes& ids) {
+    if (!kernels_.has(kPredict) || ids.size() < 2) return step(ids);
+    predict(Sizes(ids.begin(), ids.end() - 1));
+    return step({ids.back()});
+  }
+
   // Appends tokens; logits [V] after the last of them.
   std::vector<float> step(const Sizes& ids) {
     Sizes positions = make_room(ids);
@@ -638,6 +653,30 @@ class Session {
   int64_t left() const { return model_.limit - position_; }
 
  private:
+  // Appends the first tokens with predicted keys and values: float32 [2 * layers, 1, heads, tokens, width].
+  void predict(const Sizes& ids) {
+    Sizes positions = make_room(ids);
+    int64_t count = int64_t(ids.size()), bytes = count * model_.row_bytes;
+    std::vector<ffi::Any> arguments = {tensor(ids).as_strided({1, count}, {count, 1}), tensor(positions)};
+    for (int64_t first : {int64_t(0), model_.layers}) {
+      for (size_t i = size_t(first); i < size_t(first + model_.predicts); ++i) {
+        arguments.push_back(cache_tensor(caches_[i], heads(i)));
+      }
+    }
+    ffi::Tensor rows = kernels_.call(kPredict, std::move(arguments));
+    if (rows.dtype() != DLDataType{kDLFloat, 32, 1} || !rows.IsContiguous() || !model_.dense_cache ||
+        rows.numel() * 4 != 2 * std::accumulate(model_.heads.begin(), model_.heads.end(), int64_t(0)) * bytes) {
+      fail(kUnusable, "model.so: its entry `predict` returns no keys and values; compress again");
+    }
+    auto* source = static_cast<const unsigned char*>(rows.data_ptr());
+    for (size_t i = 0; i < caches_.size(); ++i) {
+      for (int64_t head = 0; head < heads(i); ++head, source += bytes) {
+        std::memcpy(caches_[i].get() + head * capacity_ * model_.row_bytes, source, size_t(bytes));
+      }
+    }
+    accept(ids.size());
+  }
+
   // Positions of tokens that come next, behind the stored ones and some drafted ones.
   Sizes make_room(const Sizes& ids, int64_t drafted = 0) {
     auto [least, most] = std::minmax_element(ids.begin(), ids.end());
@@ -849,7 +888,7 @@ void run(const Options& options) {
   Session session(kernels, model, prompt + std::min<int64_t>(options.max_tokens, 256));
   std::unique_ptr<speculation::Drafts> drafts = make_drafts(options, model, kernels, session);
   auto begin = speculation::Pace::Clock::now();
-  std::vector<float> logits = session.step(options.ids);
+  std::vector<float> logits = session.prompt(options.ids);
   if (drafts) drafts->read_prompt(speculation::Pace::since(begin));
   if (!options.logits.empty()) {
     std::ofstream file(options.logits, std::ios::binary);

@@ -20,6 +20,7 @@ _MODULES = (
         "speculation/parts",
         "depth/stages",
         "depth/falling",
+        "depth/prompts",
         "speculation/hidden",
         "session",
         "generation",

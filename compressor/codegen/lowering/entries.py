@@ -13,6 +13,10 @@ and they are a third one; `main` is that of the model without them:
     heads: hidden, next -> logits of each head
     verify: ids, ... -> logits, hidden, new keys and values
 
+One whose prompts' caches a small model predicts (:mod:`compressor.graph.kept_tokens.predicted_caches`) has one more:
+
+    predict: ids, position, k_cache, v_cache of the copied layers, scratch -> keys of all layers, then values
+
 One that drafts with its own layers has `verify` once more, in parts (:mod:`compressor.graph.parts.cut`).
 
 An encoder-decoder is cut into what a source needs once, and each step:
@@ -43,6 +47,7 @@ from torch.fx import GraphModule, Node
 
 from compressor.capture.export import example_call, export_program, reexport
 from compressor.errors import VerificationError
+from compressor.graph.kept_tokens.predicted_caches import PREDICT, prediction_graph
 from compressor.graph.kinds.draft_heads import CannotHead, giving_hidden, heads_graph, hidden_and_next, without_heads
 from compressor.graph.kinds.encoder_decoder import SOURCE, SOURCE_MASK, encoder_nodes
 from compressor.graph.kinds.halves import copy_calls, needed_nodes, pair_halves
@@ -92,7 +97,8 @@ def entries(graph: GraphModule, only: Collection[str] | None = None) -> list[Ent
     if info.kind != "seq2seq":
         plain = without_heads(graph)
         plain = clone_graph(plain) if drafts_sparse(graph) else plain  # without the thresholds of drafts
-        return [*_of_drafts(graph, info, only), Entry("main", reexport(plain), info.kind == "decoder")]
+        beside = [*_of_drafts(graph, info, only), *_of_prompts(graph, info)]
+        return [*beside, Entry("main", reexport(plain), info.kind == "decoder")]
     encoder, decoder = split(graph)
     return [
         Entry(name, export_program(half, *_call(half, info), info.name), caches)
@@ -124,6 +130,17 @@ def _of_drafts(graph: GraphModule, info: ModelInfo, only: Collection[str] | None
         raise VerificationError(f"{info.name}: no entry `heads`: {error}; put draft_heads behind that pass") from error
     parts = _parts(without_heads(graph), dataclasses.replace(info, draft_heads=0))
     return [Entry("heads", heads, False), Entry("verify", verify, True, results=2), *parts, *drafting]
+
+
+def _of_prompts(graph: GraphModule, info: ModelInfo) -> list[Entry]:
+    """Export what predicts a prompt's caches, if anything does."""
+    if not info.predicts:
+        return []
+    (ids, position, _, keys, values), (tokens, places, _, k_shapes, v_shapes) = example_call(info)
+    copied = slice(info.predicts)
+    args = (ids, position, *keys[copied], *values[copied])
+    shapes = (tokens, places, *k_shapes[copied], *v_shapes[copied])
+    return [Entry(PREDICT, export_program(prediction_graph(graph), args, shapes, info.name), False)]
 
 
 def _parts(graph: GraphModule, info: ModelInfo) -> list[Entry]:

@@ -39,6 +39,8 @@ def exit_blocks(graph: GraphModule) -> list[Block]:
         )
     if info.depths is not None:
         raise CannotExit(f"tokens of {info.name} run fewer blocks by skip_decode already; leave one of the passes out")
+    if info.predicts:
+        raise CannotExit("a small model predicts its prompts' caches; leave predict_kv or this pass out")
     if any(node.target in KEPT for node in graph.graph.nodes):
         raise CannotExit("later layers run kept tokens alone; leave swift_kv or this pass out")
     blocks = find_blocks(graph)

@@ -55,6 +55,8 @@ def stop_prompts(graph: GraphModule, after: int | float, share: int) -> Change |
     info: ModelInfo = graph.meta["model"]
     if info.draft_heads:
         raise CannotKeep("heads that draft read the hidden states of all tokens; put the pass in front of draft_heads")
+    if info.predicts:
+        raise CannotKeep("a small model predicts its prompts' caches (predict_kv); leave one of the passes out")
     count = len(decoder_layers(graph))
     early = after if isinstance(after, int) else max(1, math.floor(after * count))
     if early > count:

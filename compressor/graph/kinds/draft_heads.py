@@ -13,27 +13,24 @@ library's entry ``heads`` takes hidden states and successors as inputs.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import cast
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch.fx import GraphModule, Node
-from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
-from torch.fx.node import map_arg
 
 import compressor.ops  # noqa: F401  (registers the operators)
+from compressor.graph.kinds.additions import CallBuilder, change_results
 from compressor.graph.kinds.halves import copy_calls, needed_nodes
 from compressor.graph.model import ModelInfo, clone_graph
 from compressor.graph.provenance import describe
-from compressor.graph.rewrite import drop_dead_parameters, held_tensor, set_parameter
+from compressor.graph.rewrite import drop_dead_parameters, held_tensor
 from compressor.graph.sites import PACKED_FORM, linear_sites
 
 NAME = "draft_heads"
 """Name of the module that holds the heads' linears."""
 _ATEN, _DENSE = torch.ops.aten, torch.ops.compressor.dense_linear.default
 _ROLL, _INDEX, _EMBEDDING = _ATEN.roll.default, _ATEN.index.Tensor, _ATEN.embedding.default
-_LINEAR = "torch.nn.modules.linear.Linear"
 _EACH = (_ATEN.mul.Tensor, _ATEN.div.Tensor, _ATEN.tanh.default, _ATEN.to.dtype)
 """Operators between the last linear and the logits that treat every number alone."""
 
@@ -74,12 +71,14 @@ def add_heads(graph: GraphModule, count: int, width: int) -> list[str]:
         raise CannotHead(f"{info.name} is not a decoder")
     if info.draft_heads:
         raise CannotHead("the model has heads already; give the pass once")
+    if info.predicts:
+        raise CannotHead("a small model predicts its prompts' caches (predict_kv), which drafts do not verify")
     last = last_linear(graph)
     if last.target is not _DENSE:
         raise CannotHead(f"{describe(last)} is packed already; put the pass in front of those that pack it")
     hidden, lookup = cast(Node, last.args[0]), _lookup(graph)
     output = graph.graph.output_node()
-    build = _Builder(graph, output, held_tensor(graph, str(cast(Node, last.args[1]).target)).dtype)
+    build = CallBuilder(graph, NAME, output, held_tensor(graph, str(cast(Node, last.args[1]).target)).dtype)
     known = build.call(_ROLL, lookup.args[1], [-1], [1])
     if hidden.target is _INDEX:
         known = build.call(_INDEX, known, hidden.args[1])
@@ -94,24 +93,27 @@ def add_heads(graph: GraphModule, count: int, width: int) -> list[str]:
     drafts = build.again(last, build.call(_ATEN.stack.default, states, 2))
     results = cast("tuple[Node, ...]", output.args[0])
     output.args = ((*results, drafts),)
-    _returns(graph, lambda found: (*found, 0))
+    change_results(graph, lambda found: (*found, 0))
     graph.meta["model"] = dataclasses.replace(info, draft_heads=count)
     graph.recompile()
     return build.names
 
 
 def without_heads(graph: GraphModule) -> GraphModule:
-    """Return the graph of the model alone, which shares the parameters; the graph itself if it has no heads."""
+    """Return the graph of the model alone, which shares the parameters; the graph itself if nothing was added to it.
+
+    Predicted caches (:mod:`compressor.graph.kept_tokens.predicted_caches`) are left out as heads are.
+    """
     info: ModelInfo = graph.meta["model"]
-    if not info.draft_heads:
+    if not info.draft_heads and not info.predicts:
         return graph
     plain = clone_graph(graph)
     output = plain.graph.output_node()
     output.args = (output.args[0][:-1],)  # type: ignore[index]
     plain.graph.eliminate_dead_code()
-    _returns(plain, lambda found: found[:-1])
+    change_results(plain, lambda found: found[:-1])
     drop_dead_parameters(plain)
-    plain.meta["model"] = dataclasses.replace(info, draft_heads=0)
+    plain.meta["model"] = dataclasses.replace(info, draft_heads=0, predicts=0)
     return plain
 
 
@@ -147,7 +149,7 @@ def giving_hidden(graph: GraphModule) -> GraphModule:
     logits, *rest, _ = cast("tuple[Node, ...]", output.args[0])
     output.args = ((logits, hidden, *rest),)
     changed.graph.eliminate_dead_code()
-    _returns(changed, lambda found: (found[0], 0, *found[1:-1]))
+    change_results(changed, lambda found: (found[0], 0, *found[1:-1]))
     drop_dead_parameters(changed)
     changed.meta["model"] = dataclasses.replace(graph.meta["model"], draft_heads=0)
     return changed
@@ -173,54 +175,6 @@ def head_weights(graph: GraphModule) -> list[str]:
     return [site.weight_name for site in linear_sites(graph) if site.name.startswith(f"{NAME}.")]
 
 
-class _Builder:
-    """Adds calls in front of a node, with fake values and with linears' names."""
-
-    def __init__(self, graph: GraphModule, before: Node, dtype: torch.dtype) -> None:
-        self._graph, self._before, self._dtype = graph, before, dtype
-        self._mode = graph.graph.find_nodes(op="placeholder")[0].meta["val"].fake_mode
-        self.names: list[str] = []
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """Add a call."""
-        with self._graph.graph.inserting_before(self._before):
-            node = self._graph.graph.call_function(target, args, kwargs)
-        with self._mode:
-            given = map_arg((args, kwargs), self._value)
-            node.meta = {"val": target(*given[0], **given[1]), "nn_module_stack": {NAME: (NAME, "Heads")}}
-        return node
-
-    def linear(self, name: str, x: Node, rows: int, columns: int) -> Node:
-        """Add a linear with a weight of its own."""
-        self.names.append(f"{name}.weight")
-        set_parameter(self._graph, self.names[-1], torch.empty(rows, columns, dtype=self._dtype, device="meta"))
-        with self._graph.graph.inserting_before(self._before):
-            weight = self._graph.graph.get_attr(self.names[-1])
-        with self._mode:
-            weight.meta = {"val": torch.empty(rows, columns, dtype=self._dtype)}
-        node = self.call(_DENSE, x, weight, None)
-        node.meta["nn_module_stack"] = {name: (name, _LINEAR)}
-        return node
-
-    def again(self, last: Node, x: Node) -> Node:
-        """Call the last linear, and all that follows it up to the logits, with another input."""
-        logits: Node = self._graph.graph.output_node().args[0][0]  # type: ignore[index, assignment]
-        node, chain = logits, [logits]
-        while node is not last:
-            node = cast(Node, node.args[0])
-            chain.append(node)
-        for old in reversed(chain):
-            x = self.call(old.target, x, *old.args[1:], **old.kwargs)
-            x.meta = {**old.meta, "val": x.meta["val"]}
-        return x
-
-    def _value(self, node: Node) -> Any:
-        if (value := node.meta.get("val")) is not None:
-            return value
-        held = held_tensor(self._graph, str(node.target))
-        return torch.empty(held.shape, dtype=held.dtype)
-
-
 def _lookup(graph: GraphModule) -> Node:
     """Return the embedding of the tokens."""
     ids = graph.graph.find_nodes(op="placeholder")[0]
@@ -230,19 +184,9 @@ def _lookup(graph: GraphModule) -> Node:
     return found[0]
 
 
-def _float32_lookup(build: _Builder, lookup: Node, ids: Node) -> Node:
+def _float32_lookup(build: CallBuilder, lookup: Node, ids: Node) -> Node:
     """Look other tokens up, in float32."""
     e = build.call(_EMBEDDING, lookup.args[0], ids)
     if cast(Tensor, e.meta["val"]).dtype is not torch.float32:
         e = build.call(_ATEN.to.dtype, e, torch.float32)
     return e
-
-
-def _returns(graph: GraphModule, change: Any) -> None:
-    """Change the structure of what a graph's forward returns, a tuple."""
-    known = cast(_PyTreeCodeGen, graph.graph._codegen).pytree_info
-    assert known.out_spec is not None
-    found = pytree.tree_unflatten([0] * known.out_spec.num_leaves, known.out_spec)
-    spec = pytree.tree_structure(change(found))
-    graph.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(known.orig_args, known.in_spec, spec)))
-    graph.recompile()

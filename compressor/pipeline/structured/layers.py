@@ -39,6 +39,8 @@ def find_layers(graph: GraphModule, pass_name: str, part: Part, keep_first: int,
     blocks, name = find_blocks(graph), graph.meta["model"].name
     if graph.meta["model"].leaves_early:
         raise UsageError(f"{pass_name}: tokens leave {name} early; put the pass in front of early_exit or skip_decode")
+    if graph.meta["model"].predicts:
+        raise UsageError(f"{pass_name}: copies of layers predict caches; put the pass in front of predict_kv")
     if not blocks:
         raise UsageError(
             f"{pass_name}: {name} has no blocks: between no two of its layers one tensor alone is passed on, to which "

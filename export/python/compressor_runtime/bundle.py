@@ -235,8 +235,7 @@ class Bundle:
             memory = encode_source(self.model, encode, source, source_mask, batch, self.device.put)
         elif source is not None or source_mask is not None:
             raise RequestError(f"{self.path}: holds a decoder, which reads no source; give it to step()")
-        drafted = self.entries - {"main", "encode"}
-        entries = {name: partial(self.call, entry=name) for name in drafted} if self.speculations else {}
+        entries = {name: partial(self.call, entry=name) for name in self.entries - {"main", "encode"}}
         return Session(self.model, self.limit, self.call, batch, capacity, memory, self.device, self._record, entries)
 
     def generate(

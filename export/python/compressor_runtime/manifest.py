@@ -165,6 +165,7 @@ def checked_model(manifest: dict[str, Any]) -> dict[str, Any]:
         wrong += [] if _pair_fits(model) else ["pair"]
     if manifest["kind"] in GENERATING:
         wrong += [] if model["layers"] <= _MOST_LAYERS else ["layers"]
+        wrong += [] if "predicts" not in model or 0 < field(model, "predicts", int) < model["layers"] else ["predicts"]
         wrong += [] if model.get("speculate") in (None, *SPECULATIONS) else ["speculate"]
         wrong += [] if type(model.get("bos_id")) in (int, type(None)) else ["bos_id"]
         items(model, "eos_ids", int)
@@ -184,13 +185,15 @@ def entry_indices(manifest: dict[str, Any]) -> dict[str, list[int]]:
 
     Raises:
         DamagedBundleError: ``main`` is missing, an encoder-decoder's ``encode`` is, what embeds texts is (``text``),
-            ``verify`` is among a decoder's, which may have others for drafts, or an index is out of range.
+            ``verify`` is among a decoder's, which may have others for drafts, or ``predict`` where it predicts caches,
+            or an index is out of range.
     """
     count = len(items(manifest, "parameters", str))
     second = "encode" if manifest["kind"] == "seq2seq" else "text" if "pair" in manifest["model"] else "verify"
     if second == "verify" and (manifest["kind"] != "decoder" or "entries" not in manifest):
         return {"main": list(range(count))}
     entries = field(manifest, "entries", dict)
+    second = "predict" if "predicts" in manifest["model"] else second
     others = (name for name in entries if name not in ("main", second) and second == "verify")
     found = {name: items(entries, name, int) for name in ("main", second, *others)}
     if any(not 0 <= index < count for indices in found.values() for index in indices):

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from compressor_runtime.arguments import array, indices, token_ids, token_paths, token_trees, whole
 from compressor_runtime.depth.falling import falling_depth
+from compressor_runtime.depth.prompts import prompts_of
 from compressor_runtime.device.caches import grown_caches
 from compressor_runtime.device.gpu import Gpu
 from compressor_runtime.device.host import Host
@@ -19,8 +20,7 @@ from compressor_runtime.speculation.hidden import HEADS, Hidden
 from compressor_runtime.speculation.parts import OF_ROWS, Parts, Rows
 from compressor_runtime.tensors import aligned_rows
 
-DEEPEST = 64
-"""Tokens of the longest path through a tree that kernels follow."""
+DEEPEST = 64  # tokens of the longest path through a tree that kernels follow
 _HELD = "{} sequences of {} tokens: their keys, values and states"
 _NEEDS = "; compress the model with `speculate: auto` in its recipe"
 
@@ -30,6 +30,7 @@ class Session:
 
     Attributes:
         hidden: hidden states of the sequences' last tokens, and the heads that draft from them.
+        prompts: predicts keys and values of first tokens; None where the bundle does not.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Session:
         self.hidden = Hidden(self._entries.get(HEADS) and self._heads, model["vocab_size"])
         parts, skips = model.get("parts", ()), model.get("skips", ())
         self.parts = Parts(parts, self._entries, self._device.put, lambda: self._caches, skips)
+        self.prompts = prompts_of(self._entries, model, self._device.put, lambda: self._caches)
         self.falling = falling_depth(model, self.parts)  # runs steps without the blocks that tokens pass by
         self._caches: list[Any] = []  # keys of every layer, then values: f32 [B, Hkv, T, D], or u8 of a row's bytes
         self._states: list[Any] = []  # of recurrent layers, f32 [B, ...]; kernels write them
@@ -101,8 +103,7 @@ class Session:
             RequestError: not a whole number for each sequence, from 0 to its tokens stored; where there are states, not
                 the one there is, or 0 for all.
         """
-        found: list[int] = self._lengths.tolist()
-        return found
+        return [int(length) for length in self._lengths]
 
     @lengths.setter
     def lengths(self, values: Sequence[int]) -> None:  # kernels write keys and values at these rows, unchecked
@@ -158,8 +159,8 @@ class Session:
         self.hidden.forget()
         if self._is_ragged or (self.hidden.is_wanted and count == 1):
             every, places = np.arange(self._batch), self._lengths.copy()
-            logits = self._verified(tokens[:, 0], places, every, np.full_like(every, -1), every, places)[:, None]
-            logits = logits[:, rows]
+            found = self._verified(tokens[:, 0], places, every, np.full_like(every, -1), every, places)
+            logits = found[:, None][:, rows]
             self.hidden.keep([(sequence, sequence) for sequence in range(self._batch)])
         elif self.falling is not None and count == 1:
             logits = self.falling.step(tokens[:, 0], self._lengths.copy())[:, None][:, rows]
@@ -296,8 +297,7 @@ class Session:
     ) -> NDArray[np.float32]:
         """Call an entry for drafted tokens; return logits [R, V], and remember the hidden states of `verify`."""
         first, *others = aligned_rows([ids, position, keep, *places])
-        inputs = map(self._device.put, (first[None], *others))
-        found = self._entries[entry](*inputs, *self._caches)
+        found = self._entries[entry](*map(self._device.put, (first[None], *others)), *self._caches)
         logits, *more = found if isinstance(found, list) else [found]
         self.hidden.give(more[0][0] if more else None)
         result: NDArray[np.float32] = logits[0]

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compressor_runtime.depth.early import EarlyExits
+from compressor_runtime.depth.prompts import read_prompt
 from compressor_runtime.depth.stages import Stages
 from compressor_runtime.generation import Depth, next_tokens
 from compressor_runtime.speculation.counts import Speculation
@@ -52,7 +53,7 @@ def counted_tokens(
     if depth is None or "exits" not in model:
         if session.falling is not None:
             session.falling.depth = depth
-        return next_tokens(lambda step: session.step(step)[0, -1], first, pick, ends, count)
+        return next_tokens(lambda step: read_prompt(session, step)[0, -1], first, pick, ends, count)
     steps = early_steps(session, model, depth)
 
     def step(tokens: NDArray[np.int64]) -> NDArray[np.float32]:
