@@ -103,7 +103,7 @@ def uneven_bundle(write_llama: Callable[..., Path]) -> Path:
 
     from compressor.passes.rtn import Rtn
 
-    uneven = Uneven(("kv_heads:1", "width:0.5", "linear", "linear", "kv_heads:1", "as_is"))
+    uneven = Uneven(("kv_heads:1", "width:0.5", "linear", "linear", "as_is", "as_is"))
     return write_llama(uneven, Rtn("W8A16"), layers=3)
 
 

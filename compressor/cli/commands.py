@@ -30,6 +30,7 @@ from compressor.cli.invocation import (
     threads_option,
 )
 from compressor.errors import GateError
+from compressor.host.modules import loading
 from compressor.host.threads import wait_passively
 
 _RECIPE_OPTIONS = (
@@ -103,7 +104,8 @@ def run(
 
     failed: GateError | None = None
     with recording(recipe, junit, report, changes["output"]) as recorder, signals.restored():
-        loaded = load_recipe(recipe, **changes)
+        with loading():  # passes import PyTorch
+            loaded = load_recipe(recipe, **changes)
         recorder.begin(loaded.output)
         from compressor.run.lock import LOCK_NAME, check_place, read_lock, save_lock
 
@@ -111,8 +113,9 @@ def run(
         if lock is not None and not locked:
             check_place(lock)
         with progress() as reporter:
-            from compressor.executor.named import make_executor
-            from compressor.run.job import run_recipe
+            with loading():
+                from compressor.executor.named import make_executor
+                from compressor.run.job import run_recipe
 
             try:
                 with make_executor(executor) as jobs:
@@ -143,10 +146,12 @@ def plan_command(recipe: str, probe: bool, as_json: bool, **changes: Any) -> Non
     """
     from compressor.recipe.recipe import load_recipe
 
-    loaded = load_recipe(recipe, **changes)
+    with loading():  # passes import PyTorch
+        loaded = load_recipe(recipe, **changes)
     from compressor.cli.progress import progress
     from compressor.cli.show_plan import show_plan
-    from compressor.plan.plan import check_plan, make_plan
+    with loading():
+        from compressor.plan.plan import check_plan, make_plan
 
     with progress() as reporter:
         plan = make_plan(loaded, measure=probe, reporter=reporter)
@@ -190,8 +195,9 @@ def auto(
 
     limit = read_budget(budget)
     with signals.restored(), progress() as reporter, make_executor(executor) as jobs:
-        from compressor.run.automatic.job import choose_recipe
-        from compressor.run.job import run_recipe
+        with loading():
+            from compressor.run.automatic.job import choose_recipe
+            from compressor.run.job import run_recipe
 
         texts = calibration, evaluation
         place, tried = choose_recipe(model, target, limit, output, texts, jobs, reporter)
@@ -292,7 +298,8 @@ def evaluate(path: Path, data: str, tokens: int | None, dense: str | None, threa
     if tokens is not None:
         spec = spec.model_copy(update={"tokens": tokens})
     with progress() as reporter:
-        from compressor.evaluate.models import evaluate_path
+        with loading():
+            from compressor.evaluate.models import evaluate_path
 
         reference = None if dense is None else shipped_model(dense)
         metrics = evaluate_path(path, spec, dense=reference, threads=threads, reporter=reporter)

@@ -87,7 +87,7 @@ def stored_parameter(graph: nn.Module, name: str) -> nn.Parameter:
 def model_facts(graph: GraphModule) -> dict[str, Any]:
     """Return the manifest's entry about the model."""
     info: ModelInfo = graph.meta["model"]
-    cache_bytes = cache_bytes_per_token(info.cache_format, info.layers, info.kv_heads, info.head_dim)
+    cache_bytes = cache_bytes_per_token(info.cache_format, info.cache_heads, info.head_dim)
     read: dict[str, Any] = {"weight_bytes_per_token": weight_bytes_per_token(graph)}
     read["cache_bytes_per_token"] = cache_bytes
     if info.kind == "module":
@@ -98,6 +98,8 @@ def model_facts(graph: GraphModule) -> dict[str, Any]:
         del facts["states"]
     else:
         facts["state_bytes"] = state_bytes(info.states)
+    if not facts["uneven_heads"]:
+        del facts["uneven_heads"]
     for inner in ("speculates", "draft_heads", "first_blocks"):  # `entries` and `parts` say it
         del facts[inner]
     if info.encoder_source is None:

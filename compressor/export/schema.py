@@ -69,7 +69,8 @@ class ModelEntry(_Entry):
     name: str
     vocab_size: Count
     layers: Count
-    kv_heads: Count
+    kv_heads: Count  # of each cache; the most, where caches differ
+    uneven_heads: Annotated[list[Count], Field(min_length=1)] | None = None  # by cache, where not all have as many
     head_dim: Count
     cache_format: str = DENSE_CACHE  # bundles from before caches had formats say nothing
     cache_bytes_per_token: Count | None = None

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, Literal
@@ -123,10 +123,14 @@ def cache_row(name: str, width: int) -> tuple[str, int]:
     return "uint8", CacheFormat.parse(name).row_bytes(width)
 
 
-def cache_bytes_per_token(name: str, layers: int, kv_heads: int, width: int) -> int:
-    """Bytes of all keys and values of one token."""
+def cache_bytes_per_token(name: str, heads: Sequence[int], width: int) -> int:
+    """Return the bytes of all keys and values of one token.
+
+    Args:
+        heads: of keys, of each cache.
+    """
     kind, size = cache_row(name, width)
-    return 2 * layers * kv_heads * size * (4 if kind == "float32" else 1)
+    return 2 * sum(heads) * size * (4 if kind == "float32" else 1)
 
 
 CACHE_FORMATS: Mapping[str, CacheFormat] = MappingProxyType(

@@ -45,8 +45,8 @@ Orders = tuple[Tensor, Tensor]
 def empty_caches(info: ModelInfo, batch: int, capacity: int = 1) -> list[Tensor]:
     """Return empty caches of all layers, keys first, in the model's format, with room for ``capacity`` tokens."""
     kind, size = cache_row(info.cache_format, info.head_dim)
-    shape, dtype = (batch, info.kv_heads, capacity, size), getattr(torch, kind)
-    return [torch.zeros(shape, dtype=dtype) for _ in range(2 * info.layers)]
+    dtype = getattr(torch, kind)
+    return [torch.zeros(batch, heads, capacity, size, dtype=dtype) for heads in 2 * info.cache_heads]
 
 
 def empty_states(info: ModelInfo, batch: int) -> list[Tensor]:
@@ -100,17 +100,12 @@ def attention_layers(graph: GraphModule) -> list[AttentionLayer]:
 
 
 def restate_heads(graph: GraphModule) -> None:
-    """Say in the model's facts how many heads its float32 caches have by now.
-
-    Raises:
-        ValueError: layers have different numbers of them, which a bundle's caches cannot.
-    """
-    layers = attention_layers(graph)
-    counts = {int(layer.keys.meta["val"].shape[1]) for layer in layers}
-    if len(counts) > 1:
-        raise ValueError(f"the layers' caches would have {sorted(counts)} heads, and all have as many")
-    if counts:
-        graph.meta["model"] = dataclasses.replace(graph.meta["model"], kv_heads=counts.pop())
+    """Say in the model's facts how many heads each of its float32 caches has by now."""
+    info: ModelInfo = graph.meta["model"]
+    heads = list(info.cache_heads)
+    for layer in attention_layers(graph):
+        heads[layer.index] = int(layer.keys.meta["val"].shape[1])
+    graph.meta["model"] = info.with_cache_heads(heads)
 
 
 def pack_caches(graph: GraphModule, fmt: CacheFormat, orders: Mapping[int, Orders] | None) -> None:
@@ -187,7 +182,8 @@ def drop_unread_caches(graph: GraphModule) -> None:
     for place, number in enumerate(states):
         inputs[_INPUTS + caches + number].target = f"states_{place}"
     shapes = tuple(info.states[number] for number in states)
-    graph.meta["model"] = dataclasses.replace(info, layers=len(kept), states=shapes)
+    heads = [info.cache_heads[layer] for layer in kept]
+    graph.meta["model"] = dataclasses.replace(info.with_cache_heads(heads), states=shapes)
     _drop_leaves(graph, {_INPUTS + i for i in gone}, {1 + i for i in gone}, bool(states))
     graph.recompile()
 
@@ -195,9 +191,15 @@ def drop_unread_caches(graph: GraphModule) -> None:
 def _read_sizes_elsewhere(unread: Node, others: list[Node]) -> None:
     """Read sizes of a cache that goes, of which all have the same but heads and width, from one that stays."""
     for user in list(unread.users):
-        if not (alike := [node for node in others if node.meta["val"].shape == unread.meta["val"].shape]):
+        if not (alike := [node for node in others if _sizes(node) == _sizes(unread)]):
             raise ValueError(f"{user} reads a size of the last of the caches, {unread}")
         user.replace_input_with(unread, alike[0])
+
+
+def _sizes(cache: Node) -> list[Any]:
+    """Return the sizes of a cache that depend on the call: batch and tokens; of a state, all."""
+    shape = list(cache.meta["val"].shape)
+    return shape[::2] if len(shape) == 4 else shape
 
 
 def _drop_leaves(graph: GraphModule, inputs: Collection[int], outputs: Collection[int], has_states: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -107,7 +107,8 @@ class ModelInfo:
     architecture: str  # class name
     vocab_size: int = 0
     layers: int = 0  # attention layers, one cache entry each
-    kv_heads: int = 0
+    kv_heads: int = 0  # of each cache; the most, where caches differ
+    uneven_heads: tuple[int, ...] = ()  # of keys, by cache, where not all have as many
     head_dim: int = 0
     cache_format: str = DENSE_CACHE  # of keys and values
     states: tuple[tuple[int, ...], ...] = ()  # of recurrent layers, float32, without the batch in front
@@ -128,6 +129,16 @@ class ModelInfo:
     pair: PairInfo | None = None  # of a model of pictures with texts, whose kind is module
     exits: ExitInfo | None = None  # of a decoder whose tokens may leave early
     depths: tuple[int | None, ...] | None = None  # of one whose blocks end: the first position that passes each by
+
+    @property
+    def cache_heads(self) -> tuple[int, ...]:
+        """Return the heads of keys of each cache."""
+        return self.uneven_heads or (self.kv_heads,) * self.layers
+
+    def with_cache_heads(self, heads: Sequence[int]) -> ModelInfo:
+        """Return the facts of a model with so many heads of keys in each of its caches."""
+        uneven = tuple(heads) if len(set(heads)) > 1 else ()
+        return replace(self, layers=len(heads), kv_heads=max(heads, default=self.kv_heads), uneven_heads=uneven)
 
     @property
     def leaves_early(self) -> bool:

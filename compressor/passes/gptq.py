@@ -272,7 +272,7 @@ class Gptq(Pass):
             pass_name,
             formats,
             blocks,
-            self._quantize,
+            self.quantize,
             make_statistic=make_statistic,
             true_sequential=self.true_sequential,
             match_dense=self.match_dense,
@@ -299,7 +299,8 @@ class Gptq(Pass):
             CalibrationNeeds(self.true_sequential, matched),
         )
 
-    def _quantize(self, weight: Tensor, statistic: Hessian | ChannelHessian, fmt: Format) -> Quantized:
+    def quantize(self, weight: Tensor, statistic: Hessian | ChannelHessian, fmt: Format) -> Quantized:
+        """Return a weight as it is stored in a format, by the statistics of its inputs."""
         if isinstance(statistic, ChannelHessian):
             return self._quantize_channels(weight, statistic, fmt)
         hessian, cross, tokens = statistic.value, statistic.cross, statistic.tokens

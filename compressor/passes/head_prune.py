@@ -4,20 +4,15 @@
     query_heads:  q [1 head]                                    ->  attention  ->  o [:, 1 head]      as many a group
 
 Heads go whole, so that no rotary pair is halved and no scale of the scores changes.  The graph stays dense, with fewer
-heads; of a decoder whose groups go, caches get smaller as well, and all layers keep as many heads.
+heads; of a decoder whose groups go, caches get smaller as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch.fx import GraphModule
-
 from compressor.errors import UsageError
-from compressor.graph.caches import attention_layers
-from compressor.graph.dependencies.channels import Dependencies
 from compressor.numerics.sparsity.column_removal import Importance
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.structured.channels import Channels, What
@@ -64,16 +59,3 @@ class HeadPrune(InnerPruning, Pass):
                 f"{lost}; {1 / size:.3g} is one head: change `ratio`, or ignore it"
             )
         return (size - left) * channels.groups
-
-    def check_removal(
-        self, graph: GraphModule, dependencies: Dependencies, removed: Sequence[tuple[Channels, int]]
-    ) -> None:
-        """Refuse layers with different numbers of heads in their caches."""
-        gone = [(one.family, one.first_channels(count)) for one, count in removed]
-        left = {layer.name: dependencies.shape_left(layer.keys, gone)[1] for layer in attention_layers(graph)}
-        if len(set(left.values())) > 1:
-            most, least = max(left, key=left.__getitem__), min(left, key=left.__getitem__)
-            raise UsageError(
-                f"{self.name}: caches of all layers have as many heads, and {most} would keep {left[most]} where "
-                f"{least} keeps {left[least]}: match all layers, or take `remove: query_heads`"
-            )

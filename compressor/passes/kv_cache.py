@@ -89,15 +89,15 @@ class KvCache(Pass):
         fmt, info = CacheFormat.parse(self.scheme), graph.meta["model"]
         orders = None
         if self.permute and fmt.groups(info.head_dim) > 1:
-            order = torch.empty(info.kv_heads, info.head_dim, dtype=torch.int32, device="meta")
-            orders = {layer.index: (order, order) for layer in attention_layers(graph)}
+            made = [torch.empty(n, info.head_dim, dtype=torch.int32, device="meta") for n in info.cache_heads]
+            orders = {layer.index: (made[layer.index],) * 2 for layer in attention_layers(graph)}
         self._finish(graph, ctx, fmt, orders)
         return []
 
     def _finish(self, graph: GraphModule, ctx: Context, fmt: CacheFormat, orders: Mapping[int, Orders] | None) -> None:
         info: ModelInfo = graph.meta["model"]
         pack_caches(graph, fmt, orders)
-        sizes = (info.layers, info.kv_heads, info.head_dim)
+        sizes = (info.cache_heads, info.head_dim)
         now, before = (cache_bytes_per_token(name, *sizes) for name in (fmt.name, info.cache_format))
         notes = [f"keys and values are stored as {fmt.name}: {now} bytes a token in place of {before}"]
         if fmt.group_size > info.head_dim:

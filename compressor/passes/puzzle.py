@@ -10,40 +10,39 @@ that pack.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.errors import UsageError
-from compressor.graph.kinds.carried import KEPT
-from compressor.graph.model import ModelInfo
+from compressor.formats.format import Format
 from compressor.host.digests import digest
 from compressor.numerics.sparsity.column_removal import Importance
 from compressor.pipeline.context import Context
-from compressor.pipeline.pipeline import Pass, TrainingNeeds
+from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan, plan_untouched
 from compressor.pipeline.sites import choose_format
-from compressor.pipeline.structured.architecture import Parts, amounts, build, find_parts, naming
+from compressor.pipeline.structured.architecture import build, formats_of, naming
+from compressor.pipeline.structured.architecture_formats import Problem, rounded_starts, state_problem
 from compressor.pipeline.structured.architecture_scores import Scores, check_held_out
 from compressor.pipeline.structured.architecture_search import Depth, Search, rank_removals, search
 from compressor.pipeline.structured.architecture_starts import sort_parts
-from compressor.recipe.gates import parse_amount
-from compressor.search.front import check_limits, lowered
+from compressor.search.joint import check_schemes, set_chosen
 from compressor.search.knapsack import require_solver
-from compressor.search.programme import Limit, check_reachable
+from compressor.search.options import LimitOptions, SpaceOptions
 from compressor.search.scenarios import scenarios
-from compressor.search.space import Space, alternatives
-from compressor.training.candidates import train_candidates
-from compressor.training.settings import Settings, split
+from compressor.search.space import Starts
+from compressor.training.candidates import CandidateOptions, train_candidates
+from compressor.training.settings import split
 
 _NAME = "puzzle"
-_LIMITS = ("latency", "weight_bytes", "cache_bytes", "parameters")
-_OF_CHOICE = {*_LIMITS, "scheme", "depth", "pool", "budgets"}  # options that decide no weights of alternatives
+_OF_CHOICE = {*(one.name for one in fields(LimitOptions)), "scheme", "schemes", "depth", "pool"}
+"""Options that decide no weights of alternatives."""
 
 
-@dataclass(frozen=True)
-class Puzzle(Pass):
+@dataclass(frozen=True, kw_only=True)
+class Puzzle(LimitOptions, SpaceOptions, CandidateOptions, Pass):
     """Choose what stands in the place of each attention and each feed-forward network, and build it.
 
     Each alternative is scored alone, by the divergence of the model's predictions on samples that are held out.  The
@@ -51,81 +50,44 @@ class Puzzle(Pass):
     in every layer are then scored as wholes, and the best of them is built.  Give at least one limit.
 
     Attributes:
-        latency: of a decoder's step, as a share of the model's at the same format.
-        weight_bytes: of all parameters, the blocks' linears in ``scheme``, others as they are; a number, or text such
-            as ``4 MB``.
-        cache_bytes: of keys and values of one token; a number.
-        parameters: a number of them.
-        attention: what may stand in the place of an attention beside itself: ``heads:`` and a share of its query heads,
-            ``kv_heads:`` and a number of heads of keys, the same in all attentions that stay, ``linear``, ``none``.
-        ffn: the same of a feed-forward network: ``width:`` and a share of its channels, ``linear``, ``none``.
         scheme: format that a later pass gives the blocks' linears, for times and bytes; none leaves them dense.
-        multiple: widths are rounded up to a multiple of this, which kernels like.
+        schemes: further formats, such as leave out single weights too (``W8A16_2:4``): each alternative is one in each
+            of them and in ``scheme``, scored as it is rounded; let `chosen_formats` follow, which packs.
         importance: how channels are sorted, as in `ffn_prune`.
         held_out: share of the samples that scores are measured on; the same as `distill` holds out by default.
-        steps: train each sub-layer's alternatives together so often before they are scored; 0 leaves them as least
-            squares found them.
-        batch: samples of such a step.
-        learning_rate: at its highest.
         depth: how the sub-layers that go are ranked, one after the other, as in `skip_layers`: each number of them is a
             scenario of the programme, beside those that go by their scores; ``none`` has no such scenarios.
-        keep_first: blocks at the beginning of which nothing goes as a whole.
-        keep_last: the same at the end.
         pool: architectures of the programme that are scored as wholes, each two sub-layers from the others.
-        budgets: further limits of the one measure, as shares of the model's; the report then has a front of them all.
     """
 
     inexact = "decides as it runs which layers stay and how wide, on the samples"
 
-    latency: float | None = None
-    weight_bytes: float | str | None = None
-    cache_bytes: float | None = None
-    parameters: float | None = None
-    attention: tuple[str, ...] = ("none",)
-    ffn: tuple[str, ...] = ("width:0.75", "width:0.5", "width:0.25", "none")
     scheme: str | None = None
-    multiple: int = 32
+    schemes: tuple[str, ...] = ()
     importance: Importance = "obs"
     held_out: float = 0.1
-    steps: int = 0
-    batch: int = 4
-    learning_rate: float = 1e-3
     depth: Depth = "perplexity"
-    keep_first: int = 1
-    keep_last: int = 1
     pool: int = 3
-    budgets: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        given = (self.latency, self.weight_bytes, self.cache_bytes, self.parameters)
-        check_limits(_NAME, dict(zip(_LIMITS, given, strict=True)), self.budgets)
-        if min(self.keep_first, self.keep_last) < 0 or self.multiple < 1 or self.pool < 1:
-            raise UsageError(f"{_NAME}: keep_first and keep_last are not below 0, multiple and pool not below 1")
+        self.check(_NAME)
+        self.check_space(_NAME)
+        if self.pool < 1:
+            raise UsageError(f"{_NAME}: pool {self.pool} is below 1")
         if not 0 < self.held_out < 1:
             raise UsageError(f"{_NAME}: held_out {self.held_out:g} is not a share of the samples between 0 and 1")
-        if self.scheme is not None:
-            choose_format(self.scheme)
-        if self.steps < 0:
-            raise UsageError(f"{_NAME}: steps {self.steps} is below 0")
-        with naming(_NAME):
-            self._settings()
+        _ = self._formats
+        self.check_training(_NAME)
 
-    def _settings(self) -> Settings:
-        every = max(1, self.steps // 4)
-        return Settings(
-            steps=max(1, self.steps), batch=self.batch, learning_rate=self.learning_rate, evaluate_every=every
-        )
-
-    def _space(self, graph: GraphModule) -> tuple[Parts, Space, dict[str, Limit]]:
-        """Return the sub-layers, what may stand in the place of each, and the limits but for time's."""
+    @property
+    def _formats(self) -> tuple[Format | None, list[Format]]:
+        """Return the format of all linears, and those to choose among, if there are several."""
         fmt = None if self.scheme is None else choose_format(self.scheme)
-        parts = find_parts(graph, _NAME, self.keep_first, self.keep_last)
-        with naming(_NAME):
-            space = alternatives(parts.layers, {"attention": self.attention, "ffn": self.ffn}, self.multiple)
-        counted = amounts(graph, parts.layers, space, fmt)
-        size = None if self.weight_bytes is None else parse_amount("weight_bytes", self.weight_bytes)
-        given = {"weight_bytes": size, "cache_bytes": self.cache_bytes, "parameters": self.parameters}
-        return parts, space, {name: Limit(*counted[name], most) for name, most in given.items() if most is not None}
+        return fmt, check_schemes(_NAME, self.scheme, self.schemes)
+
+    def _problem(self, graph: GraphModule) -> Problem:
+        """Return the sub-layers, what may stand in the place of each, and the limits but for time's."""
+        return state_problem(graph, _NAME, self, self, *self._formats)
 
     @property
     def runs_samples(self) -> bool:
@@ -138,55 +100,47 @@ class Puzzle(Pass):
 
     def sample_runs(self, graph: GraphModule) -> float:
         """Return the runs of all samples: to sort, to train, and half a run of those held out for each alternative."""
-        _, space, _ = self._space(graph)
+        space = self._problem(graph).joined
         fitted = (1 - self.held_out) * (2 if self.steps else 1)
         return fitted + self.held_out * (1 + sum(len(row) - 1 for row in space) / 2)
 
-    @property
-    def training(self) -> TrainingNeeds | None:
-        """Return what it takes forwards and backwards, as if each step took one alternative of every sub-layer."""
-        return TrainingNeeds(self.steps * self.batch, self.batch, True) if self.steps else None
-
     def requires(self, graph: GraphModule, ctx: Context) -> None:
         """Refuse other models than decoders, an empty space, and limits that no architecture of it meets."""
-        self._checked(graph)
-
-    def _checked(self, graph: GraphModule) -> tuple[Parts, Space, dict[str, Limit]]:
-        """Return as :meth:`_space`, once nothing is to be refused."""
-        info: ModelInfo = graph.meta["model"]
-        if info.kind != "decoder":
-            raise UsageError(f"{_NAME}: {info.name} is not a decoder of text alone, whose predictions scores compare")
-        if any(node.target in KEPT for node in graph.graph.nodes):
-            raise UsageError(f"{_NAME}: later layers run kept tokens alone; put it in front of swift_kv")
         require_solver()
-        found = self._space(graph)
-        with naming(_NAME):
-            check_reachable(found[2] | lowered(found[2], self.budgets))
-        return found
+        self._problem(graph)
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Search, and build the architecture; notes state it block by block, and what was foreseen of it."""
         ids = ctx.calibration(_NAME).ids
-        parts, space, limits = self._checked(graph)
+        given = self._problem(graph)
+        parts, space = given.parts, given.space
         assert isinstance(ids, Tensor)  # of a decoder of text
         held, fitted = split(ids, self.held_out, ctx.seed)
         with naming(_NAME):
             check_held_out(held)
-        starts, fmt = sort_parts(graph, ctx, parts, space, fitted, self.importance), None
+        starts = sort_parts(graph, ctx, parts, space, fitted, self.importance)
         options = {name: value for name, value in asdict(self).items() if name not in _OF_CHOICE}
         if self.steps:
             key = digest(ctx.state, _NAME, options, ctx.calibration(_NAME).sha256, ctx.seed)
-            starts = train_candidates(graph, ctx, _NAME, parts, space, starts, fitted, self._settings(), key)
-        if self.scheme is not None:
-            fmt = choose_format(self.scheme)
-        scores = Scores(graph, parts.layers, starts, held)
-        ranked = rank_removals(graph, ctx, _NAME, parts, space, fitted[: len(held)], self.depth)
-        turns = scenarios(parts.layers, space, ranked)
-        given = Search(_NAME, parts, space, starts, scores, limits, self.latency, fmt, self.budgets, turns, options)
-        build(graph, ctx, _NAME, parts, search(graph, ctx, given, self.pool), starts)
+            starts = train_candidates(graph, ctx, _NAME, parts, space, starts, fitted, self.settings, key)
+        scored: Starts = starts
+        few = fitted[: len(held)]
+        if self.schemes:
+            scored = rounded_starts(graph, ctx, parts.layers, given.joined, starts, few)
+        turns = scenarios(given.joined, rank_removals(graph, ctx, _NAME, parts, space, few, self.depth))
+        scores, (fmt, _) = Scores(graph, parts.layers, scored, held), self._formats
+        wanted = Search(
+            _NAME, parts, given.joined, scored, scores, given.limits, self.latency, fmt, self.budgets, turns, options
+        )
+        picks = search(graph, ctx, wanted, self.pool)
+        set_chosen(graph, formats_of(graph, parts.layers, picks))
+        build(graph, ctx, _NAME, parts, [one.plain for one in picks], starts)
         return graph
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """Plan as if all stayed: the run decides."""
         ctx.notes.append(f"{_NAME}: planned as if all stayed; the run decides on the samples")
+        if self.schemes:
+            given = self._problem(graph)
+            set_chosen(graph, formats_of(graph, given.parts.layers, [row[0] for row in given.joined]))
         return plan_untouched(graph)

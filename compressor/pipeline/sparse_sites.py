@@ -176,7 +176,7 @@ class BlockPruning(Pass):
         plain = {site: fmt.name for site, fmt in formats.items()}
         with ctx.reporter.task(self._name, len(formats)) as task:
             blocks = Blocks(ctx, self._name, self, task, decides=[samples.sha256, plain], chained=True)
-            quantize_calibrated(graph, ctx, self._name, formats, blocks, self._quantize)
+            quantize_calibrated(graph, ctx, self._name, formats, blocks, self.quantize)
         worse = sum(_BETTER in (record.note or "") for record in ctx.records[begin:])
         if worse:
             ctx.notes.append(
@@ -291,7 +291,8 @@ class BlockPruning(Pass):
             self.choosing_work(rows, columns, fmt.stored_columns(columns))
         )
 
-    def _quantize(self, weight: Tensor, statistic: Hessian, fmt: Format) -> Quantized:
+    def quantize(self, weight: Tensor, statistic: Hessian, fmt: Format) -> Quantized:
+        """Return a weight as it is stored in a format, by the statistics of its inputs."""
         hessian, cross, columns = statistic.value, statistic.cross, weight.shape[1]
         least, notes = enough_dampening(statistic.tokens, columns, self.dampening_frac)
         pattern, blocks = pattern_of(fmt), fmt.extra(ColumnBlocks) or COLUMNS

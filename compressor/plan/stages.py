@@ -241,7 +241,7 @@ def _pass_work(
 def _session_bytes(info: ModelInfo) -> int:
     """Count the bytes of logits, keys, values and states in the process that times the bundle."""
     positions = min(PROMPT_TOKENS, (info.max_positions or 256) // 2) + _NEW_TOKENS
-    caches = 4 * (info.vocab_size + 4 * info.layers * info.kv_heads * info.head_dim * positions)
+    caches = 4 * (info.vocab_size + 4 * sum(info.cache_heads) * info.head_dim * positions)
     return caches + 2 * state_bytes(info.states)
 
 

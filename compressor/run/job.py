@@ -300,7 +300,7 @@ def _cache_sizes(info: ModelInfo, compressed: Mapping[str, Any]) -> dict[str, in
     """Bytes of a decoder's keys and values, as captured and in the bundle."""
     if not info.generates:
         return {}
-    dense_bytes = cache_bytes_per_token(info.cache_format, info.layers, info.kv_heads, info.head_dim)
+    dense_bytes = cache_bytes_per_token(info.cache_format, info.cache_heads, info.head_dim)
     return {
         "cache_bytes_per_token": compressed["cache_bytes_per_token"],
         "dense_cache_bytes_per_token": dense_bytes,

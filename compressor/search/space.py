@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from compressor.errors import UsageError
+from compressor.formats.format import Format
 from compressor.graph.blocks import Branch
 from compressor.graph.dependencies.channels import Dependencies, Family
 from compressor.graph.rewrite import held_tensor, set_tensor
@@ -143,6 +144,16 @@ class Alternative(ABC):
         """Name it among a sub-layer's alternatives."""
 
     @property
+    def fmt(self) -> Format | None:
+        """Return the format of its linears; None where the search has one for all, or none."""
+        return None
+
+    @property
+    def plain(self) -> Alternative:
+        """Return the alternative without a format of its own."""
+        return self
+
+    @property
     def of_what(self) -> str:
         """Return the parts of which some stay: ``channels``, ``groups`` of heads, or ``query_heads``."""
         return "channels"
@@ -182,11 +193,14 @@ Space = Sequence[Sequence[Alternative]]
 """The alternatives of each sub-layer, as it is first."""
 
 
-def alternatives(layers: Sequence[SubLayer], wanted: Mapping[str, Sequence[str]], multiple: int) -> Space:
+def alternatives(
+    layers: Sequence[SubLayer], wanted: Mapping[str, Sequence[str]], multiple: int, may_be_empty: bool = False
+) -> Space:
     """List what may stand in the place of each sub-layer.
 
     Args:
         wanted: by part (``attention``, ``ffn``), names of alternatives as recipes write them: ``width:0.5``.
+        may_be_empty: there is something else to choose.
     Raises:
         UsageError: a name is unknown, or no sub-layer has an alternative; the first reasons are given.
     """
@@ -201,22 +215,10 @@ def alternatives(layers: Sequence[SubLayer], wanted: Mapping[str, Sequence[str]]
             else:
                 found.setdefault(made.label, made)
         space.append(list(found.values()))
-    _drop_uneven(layers, space, reasons)
-    if all(len(row) < 2 for row in space):
+    if not may_be_empty and all(len(row) < 2 for row in space):
         why = "; ".join(reasons[:3]) or "name some in `attention` and `ffn`"
         raise UsageError(f"the search space is empty: no sub-layer has an alternative to what it is: {why}")
     return space
-
-
-def _drop_uneven(layers: Sequence[SubLayer], space: list[list[Alternative]], reasons: list[str]) -> None:
-    """Drop numbers of cached heads that not every attention can have: all caches of a bundle have as many."""
-    cached = [(layer, row) for layer, row in zip(layers, space, strict=True) if layer.heads]
-    for heads in sorted({layer.heads_left(one) for layer, row in cached for one in row} - {0}):
-        short = [layer.name for layer, row in cached if heads not in map(layer.heads_left, row)]
-        for layer, row in cached if short else ():
-            if dropped := [one for one in row if layer.heads_left(one) == heads and one.label != AS_IS]:
-                reasons.append(f"{layer.name}: {dropped[0].label}: {short[0]} cannot have as many heads in its cache")
-                row[:] = [one for one in row if one not in dropped]
 
 
 def uniform(layers: Sequence[SubLayer], space: Space) -> list[list[int]]:
@@ -282,7 +284,7 @@ def sort_channels(graph: GraphModule, family: Family, order: Tensor) -> None:
         set_tensor(graph, name, value.index_select(axis, index.to(value.device)).contiguous())
 
 
-def _left(cut: Cut, kept: Tensor, name: str, axis: int, size: int) -> Tensor:
+def kept_entries(cut: Cut, kept: Tensor, name: str, axis: int, size: int) -> Tensor:
     """Return the entries of a parameter's axis that are left, rising, int64."""
     left = torch.ones(size, dtype=torch.bool)
     if (name, axis) in cut.family.places:
@@ -298,7 +300,7 @@ def physical(value: Tensor, name: str, cut: Cut, kept: Tensor) -> Tensor:
     """
     for axis in range(value.dim()):
         if (name, axis) in cut.family.places:
-            value = value.index_select(axis, _left(cut, kept, name, axis, value.shape[axis]))
+            value = value.index_select(axis, kept_entries(cut, kept, name, axis, value.shape[axis]))
     return value
 
 
@@ -310,7 +312,7 @@ def padded(part: Tensor, whole: Tensor, name: str, cut: Cut, kept: Tensor) -> Te
     """
     full = part.new_zeros(whole.shape) if (name, 1) in cut.family.places else whole.to(part.dtype).clone()
     axes = range(whole.dim())
-    index = [_left(cut, kept, name, axis, whole.shape[axis]) for axis in axes]
+    index = [kept_entries(cut, kept, name, axis, whole.shape[axis]) for axis in axes]
     full[tuple(one.view(-1, *[1] * (whole.dim() - 1 - axis)) for axis, one in zip(axes, index, strict=True))] = part
     return full
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,12 +23,22 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from compressor.calibration.segment_runner import SegmentRunner
+from compressor.errors import UsageError
 from compressor.graph.model import clone_graph
 from compressor.graph.rewrite import set_parameter
 from compressor.graph.segments import Segment, cut_at
 from compressor.host.digests import digest
 from compressor.pipeline.context import Context
-from compressor.pipeline.structured.architecture import Parts, bare_start, build, find_parts, own_parameters, shapes_of
+from compressor.pipeline.pipeline import TrainingNeeds
+from compressor.pipeline.structured.architecture import (
+    Parts,
+    bare_start,
+    build,
+    find_parts,
+    naming,
+    own_parameters,
+    shapes_of,
+)
 from compressor.progress import Task
 from compressor.search.space import Alternative, Mapped, Space, Start, Starts, SubLayer, physical
 from compressor.training.checkpoints import Checkpoints
@@ -39,6 +50,45 @@ from compressor.training.trainable import Outputs, Reader, TrainableGraph
 from compressor.training.zeros.masks import KeptZeros
 
 _AT_ONCE = 3  # alternatives of a step: the widest, the narrowest, and one between them
+
+
+@dataclass(frozen=True, kw_only=True)
+class CandidateOptions:
+    """Say how a search trains its alternatives.
+
+    Attributes:
+        steps: train each sub-layer's alternatives together so often before they are scored; 0 leaves them as least
+            squares found them.
+        batch: samples of such a step.
+        learning_rate: at its highest.
+    """
+
+    steps: int = 0
+    batch: int = 4
+    learning_rate: float = 1e-3
+
+    def check_training(self, pass_name: str) -> None:
+        """Refuse numbers out of their range.
+
+        Raises:
+            UsageError: says which.
+        """
+        if self.steps < 0:
+            raise UsageError(f"{pass_name}: steps {self.steps} is below 0")
+        with naming(pass_name):
+            _ = self.settings
+
+    @property
+    def settings(self) -> Settings:
+        """Return the numbers that each training goes by."""
+        steps = max(1, self.steps)
+        every = max(1, steps // 4)
+        return Settings(steps=steps, batch=self.batch, learning_rate=self.learning_rate, evaluate_every=every)
+
+    @property
+    def training(self) -> TrainingNeeds | None:
+        """Return what it takes forwards and backwards, as if each step took one alternative of every sub-layer."""
+        return TrainingNeeds(self.steps * self.batch, self.batch, True) if self.steps else None
 
 
 class Stretch:

@@ -172,7 +172,8 @@ def _bytes(bundle: Path, manifest: Manifest) -> str:
     _equal("bundle_bytes", manifest.bundle_bytes, total, "the files and the manifest take")
     model = manifest.model
     if manifest.kind in ("decoder", "seq2seq") and model.cache_bytes_per_token is not None:
-        expected = cache_bytes_per_token(model.cache_format, model.layers, model.kv_heads, model.head_dim)
+        heads = model.uneven_heads or [model.kv_heads] * model.layers
+        expected = cache_bytes_per_token(model.cache_format, heads, model.head_dim)
         _equal("cache_bytes_per_token", model.cache_bytes_per_token, expected, f"{model.cache_format} takes")
     if model.states is not None:
         _equal("state_bytes", model.state_bytes or 0, state_bytes(model.states), "states take")

@@ -357,7 +357,8 @@ void check_files(const fs::path& root, const json::Object& manifest, int threads
 }
 
 struct Model {
-  int64_t vocabulary, layers, kv_heads, limit, row_bytes;  // row: keys, or values, of one token and head
+  int64_t vocabulary, layers, limit, row_bytes;  // row: keys, or values, of one token and head
+  std::vector<int64_t> heads;  // of keys, by layer
   bool dense_cache;
   std::vector<int64_t> ends;
   std::string speculate;  // drafts that the recipe asks for; empty for none
@@ -371,8 +372,8 @@ Model read_model(const fs::path& root, const json::Object& manifest) {
   if (facts.count(ffi::String("states")) != 0) {
     fail(kBadRequest, root.string(), ": has recurrent layers, whose states this runner does not keep; run it from Python");
   }
-  Model model{field<int64_t>(facts, "vocab_size"), field<int64_t>(facts, "layers"), field<int64_t>(facts, "kv_heads"),
-              field<int64_t>(facts, "max_positions"), 0, true, items<int64_t>(facts, "eos_ids"),
+  Model model{field<int64_t>(facts, "vocab_size"), field<int64_t>(facts, "layers"),
+              field<int64_t>(facts, "max_positions"), 0, {}, true, items<int64_t>(facts, "eos_ids"),
               field_or<ffi::String>(facts, "speculate", "")};
   static const std::set<std::string> known = {"",       "lookup", "recycle", "heads", "exit",
                                               "planes", "self",   "sparse",  "auto"};
@@ -382,9 +383,16 @@ Model read_model(const fs::path& root, const json::Object& manifest) {
   if (model.limit == 0) model.limit = INT64_MAX;  // the model states none
   // Bundles from before caches had formats do not mention them.
   model.dense_cache = field_or<ffi::String>(facts, "cache_format", "FP32") == "FP32";
-  int64_t rows, dense_bytes, head_dim = field<int64_t>(facts, "head_dim");
-  bool fits = model.vocabulary > 0 && model.layers > 0 && model.layers <= kMostLayers && head_dim > 0 &&
-              !__builtin_mul_overflow(2 * model.layers, model.kv_heads, &rows) && rows > 0 &&
+  int64_t rows = 0, dense_bytes, head_dim = field<int64_t>(facts, "head_dim");
+  bool fits = model.vocabulary > 0 && model.layers > 0 && model.layers <= kMostLayers && head_dim > 0;
+  if (fits && facts.count(ffi::String("uneven_heads")) != 0) {
+    model.heads = items<int64_t>(facts, "uneven_heads");
+    fits = int64_t(model.heads.size()) == model.layers;
+  } else if (fits) {
+    model.heads.assign(size_t(model.layers), field<int64_t>(facts, "kv_heads"));
+  }
+  for (int64_t heads : model.heads) fits = fits && heads > 0 && !__builtin_add_overflow(rows, heads, &rows);
+  fits = fits && !__builtin_mul_overflow(rows, int64_t(2), &rows) &&
               !__builtin_mul_overflow(rows, head_dim, &dense_bytes) &&
               !__builtin_mul_overflow(dense_bytes, int64_t(sizeof(float)), &dense_bytes);
   int64_t bytes = fits ? field_or<int64_t>(facts, "cache_bytes_per_token", dense_bytes) : 0;
@@ -652,7 +660,7 @@ class Session {
     int64_t count = int64_t(ids.size());
     std::vector<ffi::Any> arguments = {tensor(ids).as_strided({1, count}, {count, 1})};
     for (const Sizes& values : places) arguments.push_back(tensor(values));
-    for (const Bytes& cache : caches_) arguments.push_back(cache_tensor(cache));
+    for (size_t i = 0; i < caches_.size(); ++i) arguments.push_back(cache_tensor(caches_[i], heads(i)));
     ffi::Tensor logits = kernels_.call(entry, std::move(arguments));
     if (logits.dtype() != DLDataType{kDLFloat, 32, 1} || !logits.IsContiguous() || logits.numel() == 0 ||
         logits.numel() % int64_t(rows) != 0) {
@@ -662,23 +670,26 @@ class Session {
     return std::vector<float>(data, data + logits.numel());
   }
 
-  ffi::Tensor cache_tensor(const Bytes& cache) const {
+  int64_t heads(size_t cache) const { return model_.heads[cache % model_.heads.size()]; }  // keys first, then values
+
+  ffi::Tensor cache_tensor(const Bytes& cache, int64_t heads) const {
     int64_t width = model_.dense_cache ? model_.row_bytes / 4 : model_.row_bytes;
     DLDataType type = model_.dense_cache ? DLDataType{kDLFloat, 32, 1} : DLDataType{kDLUInt, 8, 1};
-    return tensor(cache, {1, model_.kv_heads, capacity_, width}, type);
+    return tensor(cache, {1, heads, capacity_, width}, type);
   }
 
   void resize(int64_t capacity) {
-    int64_t head_bytes, bytes, total, memory = sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGE_SIZE);
+    int64_t head_bytes, total, memory = sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGE_SIZE);
+    int64_t all = 2 * std::accumulate(model_.heads.begin(), model_.heads.end(), int64_t(0));  // checked by read_model
     if (__builtin_mul_overflow(capacity, model_.row_bytes, &head_bytes) ||
-        __builtin_mul_overflow(head_bytes, model_.kv_heads, &bytes) ||
-        __builtin_mul_overflow(bytes, 2 * model_.layers, &total) || total > memory) {
+        __builtin_mul_overflow(head_bytes, all, &total) || total > memory) {
       fail(kBadRequest, capacity, " tokens: their keys and values take more than this machine's memory; give fewer");
     }
     caches_.resize(size_t(2 * model_.layers));
-    for (Bytes& cache : caches_) {  // keys of every layer, then values; at most one is held twice
-      Bytes grown = zeros(size_t(bytes));
-      for (int64_t head = 0; head < model_.kv_heads && capacity_ != 0; ++head) {  // with rows of drafted tokens
+    for (size_t i = 0; i < caches_.size(); ++i) {  // at most one is held twice
+      Bytes& cache = caches_[i];
+      Bytes grown = zeros(size_t(heads(i) * head_bytes));
+      for (int64_t head = 0; head < heads(i) && capacity_ != 0; ++head) {  // with rows of drafted tokens
         std::memcpy(grown.get() + head * head_bytes, cache.get() + head * capacity_ * model_.row_bytes,
                     size_t(capacity_ * model_.row_bytes));
       }

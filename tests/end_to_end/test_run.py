@@ -120,6 +120,7 @@ ELSEWHERE = (
     "embedding_w4_x86",
     "distill_blocks_w8a16_x86",
     "sparsegpt_w8a16_2of4_x86",  # codegen/kernels/test_n_of_m.py: the pass is that of sparsegpt_w8a16_x86
+    "puzzle_formats_x86",  # passes/test_chosen_formats.py makes a bundle
     "puzzle_x86",  # passes/test_puzzle.py: it makes a bundle of each candidate
     "keep_codes_x86",  # test_quantized_checkpoint.py
     "permute_channels_w8a16_2of4_x86",  # passes/test_permute_channels.py: nothing is left of it but sparsegpt's recipe

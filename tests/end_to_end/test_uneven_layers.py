@@ -11,24 +11,20 @@ import pytest
 import torch
 from families import DECODERS, LENGTH, VOCAB, make
 from torch.fx import GraphModule
-from uneven_models import Uneven
+from uneven_models import Uneven, bundle_of
 from web_bundles import in_node
 
 import compressor
 from compressor.capture.capture import capture
-from compressor.codegen.backend import make_backend
 from compressor.codegen.web.session import WebBundle
-from compressor.export.bundle import write_bundle
-from compressor.export.facts import run_facts
 from compressor.graph.caches import empty_past
 from compressor.graph.sites import linear_sites, packed_sites
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
-from compressor.recipe.recipe import Recipe
 
 CHOICES = {
     "heads": ("heads:0.5", "width:0.5", "none", "linear", "as_is", "as_is"),
-    "groups": ("kv_heads:1", "linear", "linear", "width:0.5", "kv_heads:1", "none"),
+    "groups": ("kv_heads:1", "linear", "linear", "width:0.5", "as_is", "none"),
 }
 IDS = np.random.default_rng(1).integers(3, VOCAB, (2, LENGTH))
 
@@ -39,15 +35,6 @@ def graph_of(choice: str) -> tuple[GraphModule, Context]:
     for step in (Uneven(CHOICES[choice]), Rtn("W8A16", ignore=("lm_head",))):
         graph = step.run(graph, ctx)
     return graph, ctx
-
-
-def bundle_of(graph: GraphModule, ctx: Context, folder: Path, target: str) -> Path:
-    recipe = Recipe.from_dict({"model": "reference", "passes": [], "target": target, "tune": "off"})
-    backend: Any = make_backend(recipe.target.build(), 1)
-    backend.compile(graph, recipe.tune, None, lambda _isa: None)
-    folder.mkdir()
-    write_bundle(folder, backend.write(folder, graph, False), run_facts(graph, recipe, ctx, 0))
-    return folder
 
 
 def expected(graph: GraphModule) -> Any:

@@ -100,4 +100,4 @@ def test_bytes_of_the_formats() -> None:
     assert cache_row(DENSE_CACHE, 64) == ("float32", 64)
     expected = {DENSE_CACHE: 256, "INT8": 66, "INT4": 36, "FP8": 66, "BFP8_G16": 68, "BFP4_G32": 34}
     for name, size in expected.items():
-        assert cache_bytes_per_token(name, 5, 4, 64) == 2 * 5 * 4 * size
+        assert cache_bytes_per_token(name, [4] * 5, 64) == 2 * 5 * 4 * size

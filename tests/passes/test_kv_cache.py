@@ -86,7 +86,7 @@ def test_what_the_graph_says_of_itself(dense: GraphModule) -> None:
     graph = packed(dense, KvCache("INT4"), ctx)
     info: ModelInfo = graph.meta["model"]
     assert info.cache_format == "INT4_G32" and dense.meta["model"].cache_format == "FP32"
-    per_token = cache_bytes_per_token("INT4_G32", 2, 2, 16)
+    per_token = cache_bytes_per_token("INT4_G32", [2, 2], 16)
     assert per_token == 2 * 2 * 2 * (8 + 2)
     assert sum(c[:, :, 0].numel() * c.itemsize for c in empty_caches(info, 1, 5)) == per_token
     assert ctx.notes == [

@@ -145,7 +145,7 @@ def test_dead_inputs_go_first_and_are_counted(step: Pass) -> None:
     x = torch.randn(16, 32, generator=rng) * (torch.arange(32) % 2)
     statistic.add(x, x)
     weight = torch.randn(20, 32, generator=rng) * (3 - 2 * (torch.arange(32) % 2))
-    found = step._quantize(weight, statistic, Format.parse(SCHEME))  # type: ignore[attr-defined]
+    found = step.quantize(weight, statistic, Format.parse(SCHEME))  # type: ignore[attr-defined]
     assert not bool(dequantize(found.packed)[:, ::2].any()) and found.error < 1e-3
     assert "16 inputs are zero in all samples" in found.notes
     assert any("16 tokens for 32 inputs" in note and "dampening 0.1" in note for note in found.notes)

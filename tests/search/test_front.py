@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from compressor.errors import UsageError
@@ -11,6 +11,7 @@ from compressor.search.front import Point, check_limits, lowered, with_front
 from compressor.search.programme import Limit
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # both tell of the machine's load alone
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=30))
 def test_the_front_is_what_nothing_beats(figures: list[tuple[int, int]]) -> None:
     marked = with_front([Point(cost, score, 0.0, (), False, False) for cost, score in figures])

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
+from compressor.codegen.backend import make_backend
+from compressor.export.bundle import write_bundle
+from compressor.export.facts import run_facts
 from compressor.pipeline.context import Context
 from compressor.pipeline.structured.architecture import build, find_parts
 from compressor.pipeline.structured.architecture_starts import sort_parts
+from compressor.recipe.recipe import Recipe
 from compressor.search.space import alternatives
 
 
@@ -34,3 +40,13 @@ class Uneven:
             picks.append(next(one for one in row if one.label.startswith(label)))
         build(graph, ctx, "uneven", parts, picks, starts)
         return graph
+
+
+def bundle_of(graph: GraphModule, ctx: Context, folder: Path, target: str) -> Path:
+    """Write a bundle of a compressed graph."""
+    recipe = Recipe.from_dict({"model": "reference", "passes": [], "target": target, "tune": "off"})
+    backend: Any = make_backend(recipe.target.build(), 1)
+    backend.compile(graph, recipe.tune, None, lambda _isa: None)
+    folder.mkdir()
+    write_bundle(folder, backend.write(folder, graph, False), run_facts(graph, recipe, ctx, 0))
+    return folder

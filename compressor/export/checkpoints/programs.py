@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from compressor.graph.provenance import describe
 from compressor.graph.rewrite import held_tensor
 
-_FACTS = ("kind", "vocab_size", "layers", "kv_heads", "head_dim", "states", "max_positions")
+_FACTS = ("kind", "vocab_size", "layers", "cache_heads", "head_dim", "states", "max_positions")
 
 
 def why_different(wanted: GraphModule, found: GraphModule, renamed: Callable[[str], str | None] = str) -> str:

@@ -135,8 +135,7 @@ class Dependencies:
         Args:
             chosen: families and the channels to remove, as places in the family.
         Raises:
-            ValueError: a family's channels have to stay, heads are left that no attention can group, or caches of one
-                model would differ.
+            ValueError: a family's channels have to stay, or heads are left that no attention can group.
         """
         gone = self._gone(chosen)
         for heads, count in self._reading.heads:
@@ -148,12 +147,6 @@ class Dependencies:
             self._resize(node, gone)
         restate_heads(self.graph)
         self.graph.recompile()
-
-    def shape_left(self, node: Node, chosen: Sequence[tuple[Family, NDArray[np.int64]]]) -> list[Any]:
-        """Return the shape that a node's value will have without some channels (:meth:`remove`)."""
-        axes = self._reading.axes[node]
-        assert isinstance(axes, list), "a node of several values"
-        return left(axes, node.meta["val"], self._gone(chosen))
 
     def _gone(self, chosen: Sequence[tuple[Family, NDArray[np.int64]]]) -> NDArray[np.bool_]:
         """Return for each label whether its channel goes."""

@@ -46,5 +46,5 @@ def prompt_cost(graph: GraphModule, tokens: int = _PROMPT) -> PromptCost:
     tokens = min(tokens, info.max_positions or tokens)
     costs = node_costs(graph, 1, tokens, rows=1).values()
     products = sum(cost.flops for cost in costs if cost.kind in ("linear", "attention")) / 2
-    cache = cache_bytes_per_token(info.cache_format, info.layers, info.kv_heads, info.head_dim)
+    cache = cache_bytes_per_token(info.cache_format, info.cache_heads, info.head_dim)
     return PromptCost(tokens, products / tokens, cache, weight_bytes(graph))

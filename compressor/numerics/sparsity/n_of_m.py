@@ -26,11 +26,12 @@ from compressor.formats.packing import (
     unpack,
 )  # fmt: skip
 from compressor.numerics.grids import grid_values, round_to_grid
-from compressor.numerics.nearest import rtn_quantize
+from compressor.numerics.nearest import awq_quantize, rtn_quantize
 from compressor.numerics.products.deterministic import quadratic
 from compressor.numerics.range_search import search_grid
 from compressor.numerics.sparsity.alps import admm_masks
 
+_DAMPENING = 0.01  # of the inputs' mean square
 _BLOCK = 128  # columns whose errors go to one another one by one
 
 Pattern: TypeAlias = KeptOfGroup | SingleZeros
@@ -84,6 +85,22 @@ def largest_entries(weight: Tensor, hessian: Tensor | None, pattern: Pattern) ->
         return largest_of_groups(size, pattern)
     counts = shares(pattern.kept(*size.shape), [1] * len(size))
     return torch.stack([largest_of_all(row, count) for row, count in zip(size, counts, strict=True)])
+
+
+def stored_in(weight: Tensor, squares: Tensor, fmt: Format) -> PackedWeight:
+    """Return a weight in a format, rounded to the nearest; where single weights go, those that contribute least do.
+
+    Grids are clipped as long as the error of the outputs falls, for inputs that nothing relates to one another.
+
+    Args:
+        weight: float32 [out, in].
+        squares: mean squares of its inputs, float [in].
+    """
+    if (pattern := pattern_of(fmt)) is None:
+        return awq_quantize(weight, squares, fmt)
+    hessian = torch.diag(squares.double())
+    factor = torch.diag((squares.double() + _DAMPENING * squares.double().mean() + 1e-30).rsqrt())
+    return round_entries(weight, hessian, factor, largest_entries(weight, hessian, pattern), fmt, refit=False)
 
 
 def left_entries(weight: Tensor, pattern: Pattern) -> Tensor | None:

@@ -25,7 +25,7 @@ from compressor.graph.model import ModelInfo, clone_graph, weight_bytes
 from compressor.graph.residual import is_sum
 from compressor.graph.rewrite import drop_dead_parameters, replace_linear, set_parameter
 from compressor.graph.sites import Site, linear_sites
-from compressor.numerics.nearest import rtn_quantize
+from compressor.numerics.sparsity.n_of_m import stored_in
 from compressor.pipeline.context import Context, SiteRecord
 from compressor.pipeline.sites import change_site
 from compressor.pipeline.structured.channels import Channels, What, inner_channels, record_removal, weight_bytes_of
@@ -115,6 +115,9 @@ def masked(graph: GraphModule, layers: Sequence[SubLayer], picks: Picks, starts:
             linears.append((layer.mapped, known[one.label]))
         elif cut is not None:
             _set_padded(changed, cut, known[one.label])
+        elif one.fmt is not None:
+            for name, value in known[one.label].weights.items():
+                set_parameter(changed, name, value.to(changed.get_parameter(name).dtype))
     branches = [branch for block in find_blocks(changed) for branch in block.branches] if gone else []
     remove_branches(changed, [branch for branch in branches if (branch.sum.name, branch.part) in gone])
     _put_linears(changed, linears)
@@ -197,19 +200,42 @@ def _record_linears(
 
 
 def built(graph: GraphModule, pass_name: str, picks: Picks, fmt: Format | None) -> GraphModule:
-    """Return an architecture to be timed: the first channels stay, without a refit, blocks' linears in a format."""
+    """Return an architecture to be timed: the first channels stay, without a refit.
+
+    Args:
+        fmt: of blocks' linears of alternatives without a format of their own; None leaves them dense.
+    """
     changed = clone_graph(graph)
     parts = find_parts(changed, pass_name, 0, 0)
-    inside = {site.name for site in linear_sites(changed) for one in parts.layers if site.node in one.branch.nodes}
-    inside |= {layer.mapped.name for layer in parts.layers if isinstance(layer.mapped, Mapped)}
+    formats = formats_of(changed, parts.layers, picks, fmt)
     starts = [{one.label: bare_start(graph, layer, one)} for layer, one in zip(parts.layers, picks, strict=True)]
     build(changed, Context(), pass_name, parts, picks, starts)
     for site in linear_sites(changed):
-        if fmt is not None and site.name in inside:
+        if (stored := formats.get(site.name)) is not None:
             weight = changed.get_parameter(site.weight_name).detach().float()
-            replace_linear(changed, site, rtn_quantize(weight, fmt))
+            replace_linear(changed, site, stored_in(weight, torch.ones(site.in_features), stored))
     changed.recompile()
     return changed
+
+
+def formats_of(
+    graph: GraphModule, layers: Sequence[SubLayer], picks: Picks, fmt: Format | None = None
+) -> dict[str, Format]:
+    """Return the format of each linear of an architecture that is built of a graph, by the linear's name.
+
+    Args:
+        fmt: of alternatives without a format of their own.
+    """
+    found = dict[str, Format]()
+    for layer, one in zip(layers, picks, strict=True):
+        stored = one.fmt or fmt
+        if stored is None or not one.stays:
+            continue
+        names = {site.name for site in linear_sites(graph) if site.node in layer.branch.nodes}
+        if one.is_linear and isinstance(layer.mapped, Mapped):
+            names = {layer.mapped.name}
+        found |= dict.fromkeys(names, stored)
+    return found
 
 
 def bare_start(graph: GraphModule, layer: SubLayer, one: Alternative) -> Start:
@@ -234,11 +260,11 @@ def amounts(
     """Count the parameters, weight_bytes and cache_bytes of each alternative, and of the model beside the sub-layers.
 
     Args:
-        fmt: of the blocks' linears; None leaves them as they are stored.
+        fmt: of the blocks' linears of alternatives without a format of their own; None leaves them as they are.
     """
     info: ModelInfo = graph.meta["model"]
     rows: dict[str, list[list[float]]] = {"parameters": [], "weight_bytes": [], "cache_bytes": []}
-    cached = cache_bytes_per_token(info.cache_format, 1, info.kv_heads, info.head_dim)
+    cached = cache_bytes_per_token(info.cache_format, [1], info.head_dim)
     linears = {site.weight_name for site in linear_sites(graph)}
     whole = {"parameters": 0.0, "weight_bytes": 0.0, "cache_bytes": 0.0}
     for layer, row in zip(layers, space, strict=True):
@@ -246,18 +272,19 @@ def amounts(
         shapes = [shapes_of(graph, layer, one) for one in row]
         rows["parameters"].append([float(sum(map(math.prod, each.values()))) for each in shapes])
         rows["weight_bytes"].append(
-            [float(sum(_bytes(graph, layer, n, s, fmt, linears) for n, s in each.items())) for each in shapes]
+            [
+                float(sum(_bytes(graph, layer, n, s, one.fmt or fmt, linears) for n, s in each.items()))
+                for one, each in zip(row, shapes, strict=True)
+            ]
         )
-        rows["cache_bytes"].append(
-            [caches * cached * layer.heads_left(one) / layer.heads if layer.heads else 0.0 for one in row]
-        )
+        rows["cache_bytes"].append([float(caches * cached * layer.heads_left(one)) for one in row])
         whole["parameters"] += rows["parameters"][-1][0]
         whole["weight_bytes"] += sum(_bytes(graph, layer, n, s, None, linears) for n, s in shapes[0].items())
         whole["cache_bytes"] += rows["cache_bytes"][-1][0]
     total = {
         "parameters": sum(one.numel() for one in graph.parameters()),
         "weight_bytes": weight_bytes(graph),
-        "cache_bytes": cache_bytes_per_token(info.cache_format, info.layers, info.kv_heads, info.head_dim),
+        "cache_bytes": cache_bytes_per_token(info.cache_format, info.cache_heads, info.head_dim),
     }
     return {measure: (rows[measure], total[measure] - whole[measure]) for measure in rows}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -18,8 +19,9 @@ from compressor.pipeline.structured.architecture import Parts, alike, built, nam
 from compressor.pipeline.structured.architecture_scores import Score, Scores
 from compressor.pipeline.structured.layer_ranking import choose_layers
 from compressor.search.front import Front, Point, lowered, with_front
+from compressor.search.joint import has_one_format, parts_of_pairs
 from compressor.search.programme import Limit, restricted
-from compressor.search.scenarios import Scenario, is_even
+from compressor.search.scenarios import Scenario
 from compressor.search.space import Alternative, Space, Starts, uniform
 
 Choice = tuple[int, ...]
@@ -70,9 +72,10 @@ def search(graph: GraphModule, ctx: Context, given: Search, pool: int) -> list[A
     """Return what stands in the place of each sub-layer: the best of a pool by its divergence as a whole.
 
     In the pool are choices of the programme, which differ in two sub-layers at least: up to ``pool`` of each scenario
-    that is free, one of each that names the sub-layers that go, and one for each further budget; and every architecture
-    within the limits that is the same in each layer.  So the choice is never worse than the best of these, on the
-    samples of the scores.  With further budgets, all of the latter are there.
+    that is free, and one of each that names the sub-layers that go; and every architecture within the limits that is
+    the same in each layer.  So the choice is never worse than the best of these, on the samples of the scores.
+    Further budgets add as many choices each, and all of the latter.  So among budgets that are searched together, a
+    larger one never gives a worse choice, whichever of them is the limit.
 
     Raises:
         UsageError: the limits cannot be met, or time is limited and nothing here tells it.
@@ -81,13 +84,12 @@ def search(graph: GraphModule, ctx: Context, given: Search, pool: int) -> list[A
     limits, how = dict(given.limits), ""
     if given.latency is not None:
         limits["latency"], how = _times(graph, ctx, given, given.latency)
-    even = [tuple(one) for one in uniform(given.parts.layers, given.space)]
-    even = [one for one in even if is_even(given.parts.layers, given.picks(one))]
+    even = [tuple(one) for one in uniform(given.parts.layers, given.space) if has_one_format(given.picks(one))]
     costs = [[one.mean for one in row] for row in singles]
     with naming(given.pass_name):
         found = _proposed(costs, limits, given.scenarios, pool)
         for name, limit in lowered(limits, given.budgets).items():
-            found += _proposed(costs, {name: limit}, [one for one in given.scenarios if one.is_free], 1)
+            found += _proposed(costs, {name: limit}, given.scenarios, pool)
     proposed = list(dict.fromkeys(found))
     found += [one for one in even if given.budgets or all(limit.allows(one) for limit in limits.values())]
     whole = _wholes(graph, ctx, given, list(dict.fromkeys(found)))
@@ -153,22 +155,30 @@ def _front(
 
 
 def _singles(graph: GraphModule, ctx: Context, given: Search) -> list[list[Score]]:
-    """Return the score of each alternative alone."""
-    with ctx.reporter.task("score candidates", sum(map(len, given.space))) as task:
+    """Return the score of each alternative alone; those of pairs with a format follow from their parts."""
+    pairs = [parts_of_pairs(row) for row in given.space]
+    measured = [[i for i in range(len(row)) if i not in known] for row, known in zip(given.space, pairs, strict=True)]
+    with ctx.reporter.task("score candidates", sum(map(len, measured))) as task:
         several = []
-        for i, row in enumerate(given.space):
-            for place in range(len(row)):
-                choice = given.whole
-                choice[i] = place
-                several.append(given.picks(choice))
+        for i, places in enumerate(measured):
+            for place in places:
+                picks = [one[0].plain for one in given.space]  # all others as they are, and not rounded
+                picks[i] = given.space[i][place]
+                several.append(picks)
 
         def make() -> dict[str, torch.Tensor]:
             scores = given.scores.all(several, ctx.executor, task, ctx.reporter)
             return {"scores": torch.tensor([[one.mean, one.error] for one in scores], dtype=torch.float64)}
 
         flat = cached_tensors(graph, ctx, given.pass_name, _decides(ctx, given, "singles"), make)["scores"].tolist()
-    rest = iter(flat)
-    return [[Score(*next(rest)) for _ in row] for row in given.space]
+    rest, found = iter(flat), list[list[Score]]()
+    for row, places, known in zip(given.space, measured, pairs, strict=True):
+        scores = {place: Score(*next(rest)) for place in places}
+        for place, (one, other) in known.items():
+            added = scores[one].mean + scores[other].mean - scores[0].mean
+            scores[place] = Score(max(0.0, added), math.hypot(scores[one].error, scores[other].error))
+        found.append([scores[place] for place in range(len(row))])
+    return found
 
 
 def _wholes(graph: GraphModule, ctx: Context, given: Search, pool: Sequence[Choice]) -> dict[Choice, Score]:
@@ -226,19 +236,12 @@ def _times(graph: GraphModule, ctx: Context, given: Search, share: float) -> tup
 
 
 def _changes(given: Search, groups: Sequence[list[int]]) -> list[tuple[list[int], list[int], str]]:
-    """List what is timed: the sub-layers that change, those that are alike, whose times it tells, and to what.
-
-    Caches get smaller in all layers at once.
-    """
+    """List what is timed: the sub-layers that change, those that are alike, whose times it tells, and to what."""
     found: list[tuple[list[int], list[int], str]] = []
     for members in groups:
         for label in dict.fromkeys(one.label for i in members for one in given.space[i][1:]):
             able = [i for i in members if any(one.label == label for one in given.space[i])]
             found.append((able[1:] or able, members, label))
-    shrinking = dict.fromkeys(one.label for row in given.space for one in row if one.of_what == "groups")
-    for label in shrinking:
-        able = [i for i, row in enumerate(given.space) if any(one.label == label for one in row)]
-        found = [change for change in found if change[2] != label] + [(able, able, label)]
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 
 from torch.fx import GraphModule
 
@@ -44,16 +43,6 @@ class InnerPruning(Pass):
         """Say why none of a family's channels go, and what to do; of a pass that lets families stay whole."""
         return f"none of {channels.family.count} channels would go: change `ratio`, or ignore it"
 
-    def check_removal(
-        self, graph: GraphModule, dependencies: Dependencies, removed: Sequence[tuple[Channels, int]]
-    ) -> None:
-        """Raise a UsageError if these removals do not go together; they do, where a pass does not say otherwise.
-
-        Args:
-            removed: families, and how many channels of each go; at least one goes.
-        """
-        return
-
     def __post_init__(self) -> None:
         if not 0 < self.ratio < 1:
             raise UsageError(f"{self.name}: ratio {self.ratio:g} is not between 0 and 1; 0.25 removes a quarter")
@@ -92,5 +81,4 @@ class InnerPruning(Pass):
             note += f"{whole[0].readers[0]}: {self.why_whole(whole[0])}"
             ctx.notes += [note] if note not in ctx.notes else []
         removed = [(one, count) for one, count in zip(found, counts, strict=True) if count]
-        self.check_removal(graph, dependencies, removed)
         return dependencies, removed

@@ -10,9 +10,7 @@ from compressor.search.space import Alternative, SubLayer
 
 @dataclass(frozen=True)
 class KvHeads(Alternative):
-    """Keep some heads of keys and values: caches get smaller.
-
-    All attentions that stay have as many, since a bundle's caches have one shape.
+    """Keep some heads of keys and values: the layer's caches get smaller.
 
     Attributes:
         left: heads of keys that stay.

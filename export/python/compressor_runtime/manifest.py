@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -168,7 +169,8 @@ def checked_model(manifest: dict[str, Any]) -> dict[str, Any]:
         wrong += [] if type(model.get("bos_id")) in (int, type(None)) else ["bos_id"]
         items(model, "eos_ids", int)
     if manifest["kind"] in GENERATING and not wrong:
-        wrong += [] if _cache_fits(model) else ["cache_bytes_per_token"]
+        wrong += [] if _heads_fit(model) else ["uneven_heads"]
+        wrong += [] if wrong or _cache_fits(model) else ["cache_bytes_per_token"]
         wrong += [] if _states_fit(model) else ["states"]
         wrong += [] if _parts_fit(model, manifest.get("entries", {})) else ["parts"]
         wrong += [] if _skips_fit(model) else ["skips"]
@@ -208,9 +210,22 @@ def _is_input(entry: dict[str, Any]) -> bool:
     return type(entry.get("dtype")) is str and all(type(size) in (int, str) for size in field(entry, "shape", list))
 
 
+def cache_heads(model: Mapping[str, Any]) -> list[int]:
+    """Return the heads of keys of each cache: of most bundles as many of all."""
+    return list(model.get("uneven_heads") or [model["kv_heads"]] * model["layers"])
+
+
+def _heads_fit(model: dict[str, Any]) -> bool:
+    """Return whether heads that are stated cache by cache are as many numbers as there are caches, from 1."""
+    if "uneven_heads" not in model:
+        return True
+    heads = items(model, "uneven_heads", int)
+    return bool(len(heads) == model["layers"] and min(heads, default=0) > 0 and max(heads) == model["kv_heads"])
+
+
 def _cache_fits(model: dict[str, Any]) -> bool:
     """Return whether the cache's bytes suit its format; bundles from before caches had formats get both here."""
-    rows = 2 * model["layers"] * model["kv_heads"]
+    rows = 2 * sum(cache_heads(model))
     dense_bytes = 4 * rows * model["head_dim"]
     cache_format, cache_bytes = (
         field(model, key, type(default)) if key in model else model.setdefault(key, default)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from compressor_runtime.manifest import DENSE_CACHE
+from compressor_runtime.manifest import DENSE_CACHE, cache_heads
 
 
 def grown_caches(
@@ -22,10 +22,11 @@ def grown_caches(
         stored: rows of each head that stay.
     """
     dtype = np.dtype(np.float32 if model["cache_format"] == DENSE_CACHE else np.uint8)
-    row_bytes = model["cache_bytes_per_token"] // max(1, 2 * model["layers"] * model["kv_heads"])
-    shape = (batch, model["kv_heads"], capacity, row_bytes // dtype.itemsize)
+    heads = cache_heads(model)
+    row_bytes = model["cache_bytes_per_token"] // max(1, 2 * sum(heads))
     found: list[Any] = []
-    for index in range(2 * model["layers"]):
+    for index, count in enumerate(2 * heads):
+        shape = (batch, count, capacity, row_bytes // dtype.itemsize)
         if caches:
             found.append(device.grown(caches[index], shape, dtype, stored))
             caches[index] = None
