@@ -80,9 +80,11 @@ class WarmRun:
         """Wait for the end, or kill it after so many seconds; return the rest of what it wrote and said."""
         late = threading.Timer(timeout, os.kill, (self.pid, signal.SIGKILL))
         late.start()
-        with ThreadPoolExecutor(2) as pool:
-            out, said = pool.map(lambda file: file.read(), self._files)
-        late.cancel()
+        try:
+            with ThreadPoolExecutor(2) as pool:
+                out, said = pool.map(lambda file: file.read(), self._files)
+        finally:
+            late.cancel()
         self.wait()
         for file in self._files:
             file.close()
