@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import pty
-import resource
 import signal
-import subprocess
-import sys
-import termios
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +17,11 @@ import torch
 import transformers
 from prices import with_prices
 from tokenizers import Tokenizer, models, pre_tokenizers
+from warm import WarmCommand, WarmRun, warm_command
 
 from compressor.errors import CompressorError
 from compressor.run.native import _check_room
 
-COMMAND = "from compressor.cli.commands import main; main(prog_name='compress')"
 VOCABULARY = 128
 
 
@@ -56,19 +50,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def start(
-    folder: Path, output: Path, cache: Path, target: str = "null", more: Sequence[str] = (), **options: Any
-) -> subprocess.Popen[str]:
+Start = Callable[..., WarmRun]
+
+
+@pytest.fixture(scope="module")
+def command() -> Iterator[WarmCommand]:
+    with warm_command(os.environ) as command:
+        yield command
+
+
+@pytest.fixture(scope="module")
+def start(command: WarmCommand, folder: Path) -> Start:
     """Begin a run in a process of its own, with all of the job but kernels unless a target says so."""
-    command = [sys.executable, "-c", COMMAND, "run", str(folder / "recipe.yaml"), "-o", str(output), "--json"]
-    command += ["--target", target, *more]
-    environment = {**os.environ, "COMPRESS_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )
+
+    def begin(output: Path, cache: Path, target: str = "null", more: Sequence[str] = (), **options: Any) -> WarmRun:
+        arguments = ["run", str(folder / "recipe.yaml"), "-o", str(output), "--json", "--target", target, *more]
+        environment = {**os.environ, "COMPRESS_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+        return command.start(arguments, environment, **options)
+
+    return begin
 
 
-def finish(child: subprocess.Popen[str]) -> dict[str, Any]:
+def finish(child: WarmRun) -> dict[str, Any]:
     out, errors = child.communicate(timeout=300)
     assert child.returncode == 0, errors
     content: dict[str, Any] = json.loads(out)
@@ -86,18 +89,18 @@ def blocks(cache: Path) -> set[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(folder: Path, own_cache: Path) -> bytes:
+def undisturbed(start: Start, folder: Path, own_cache: Path) -> bytes:
     """Return the manifest of a bundle that nothing happened to; its weights are in the session's cache."""
-    content = finish(start(folder, folder / "undisturbed", with_prices(own_cache)))
+    content = finish(start(folder / "undisturbed", with_prices(own_cache)))
     assert [stage["reused"] for stage in content["passes"]] == [0, 0]
     return (folder / "undisturbed" / "manifest.json").read_bytes()
 
 
 def test_a_killed_run_goes_on_to_the_same_bundle(
-    folder: Path, undisturbed: bytes, own_cache: Path, tmp_path: Path
+    start: Start, undisturbed: bytes, own_cache: Path, tmp_path: Path
 ) -> None:
     output, cache = tmp_path / "out", with_prices(tmp_path / "cache")
-    child = start(folder, output, cache, start_new_session=True)
+    child = start(output, cache, session=True)
     deadline = time.monotonic() + 120
     while not list(cache.glob("results/[0-9a-f]*/entry.json")):  # the first block is done
         assert child.poll() is None and time.monotonic() < deadline, child.communicate()
@@ -105,7 +108,7 @@ def test_a_killed_run_goes_on_to_the_same_bundle(
     os.killpg(child.pid, signal.SIGKILL)
     child.communicate()
     assert not output.exists()
-    content = finish(start(folder, output, cache))
+    content = finish(start(output, cache))
     assert 1 <= content["passes"][1]["reused"] <= content["passes"][1]["blocks"] == 4
     assert any("finished by an earlier run" in note for note in content["notes"])
     assert (output / "manifest.json").read_bytes() == undisturbed
@@ -113,28 +116,27 @@ def test_a_killed_run_goes_on_to_the_same_bundle(
     assert not debris(tmp_path)
 
 
-def test_a_run_again_takes_over_every_block(folder: Path, undisturbed: bytes, own_cache: Path, tmp_path: Path) -> None:
-    content = finish(start(folder, tmp_path / "out", own_cache))
+def test_a_run_again_takes_over_every_block(start: Start, undisturbed: bytes, own_cache: Path, tmp_path: Path) -> None:
+    content = finish(start(tmp_path / "out", own_cache))
     assert content["passes"][1]["reused"] == content["passes"][1]["blocks"] == 4
     assert (tmp_path / "out" / "manifest.json").read_bytes() == undisturbed
     assert not {"seconds", "gptq"} & set(content["predictions"]), "times are compared where all was done anew"
 
 
 def test_a_disk_without_room_is_one_message_and_leaves_nothing(
-    folder: Path, undisturbed: bytes, tmp_path: Path, require_tool: Callable[[str], Path]
+    start: Start, undisturbed: bytes, tmp_path: Path, require_tool: Callable[[str], Path]
 ) -> None:
     """A limit on the size of files stands in for the disk: too little for a block, then for the bundle's libraries."""
     require_tool("g++")
     output, cache = tmp_path / "out", with_prices(tmp_path / "cache")
     for room_bytes, target in ((10_000, "null"), (1_000_000, "x86")):
-        limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (room_bytes, room_bytes))
-        child = start(folder, output, cache, target, preexec_fn=limit)
+        child = start(output, cache, target, file_bytes=room_bytes)
         out, errors = child.communicate(timeout=300)
         assert child.returncode == json.loads(out)["error"]["exit_code"] == 5
         assert "Traceback" not in errors
         assert [line for line in errors.splitlines() if line.startswith("error: ")]
         assert not output.exists() and not debris(tmp_path)
-    finish(start(folder, output, cache))
+    finish(start(output, cache))
     assert (output / "manifest.json").read_bytes() == undisturbed
 
 
@@ -150,31 +152,15 @@ STAGES = ("gptq", "compile", "evaluate")
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
-def heed_signals() -> None:
-    """Undo what a shell or nohup has told its children to ignore."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-
-
-def own_terminal() -> None:
-    """Make standard input the terminal of a session of its own, and send all output there."""
-    heed_signals()
-    os.setsid()
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    os.dup2(0, 1)
-    os.dup2(0, 2)
-
-
 @pytest.mark.parametrize(("stage", "number"), list(zip(STAGES, SIGNALS, strict=True)))
 def test_a_signal_in_any_stage_ends_a_run_with_one_line(
-    stage: str, number: int, folder: Path, tmp_path: Path, require_tool: Callable[[str], Path]
+    stage: str, number: int, start: Start, tmp_path: Path, require_tool: Callable[[str], Path]
 ) -> None:
     require_tool("g++")
     report, output = tmp_path / "report.json", tmp_path / "out"
     options = ["--report", str(report)]
     cache, target = with_prices(tmp_path / "cache"), "null" if stage == "gptq" else "x86"
-    child = start(folder, output, cache, target, more=options, preexec_fn=heed_signals)
-    assert child.stderr is not None
+    child = start(output, cache, target, more=options)
     lines = []
     for line in child.stderr:
         lines.append(line)
@@ -190,11 +176,11 @@ def test_a_signal_in_any_stage_ends_a_run_with_one_line(
     assert json.loads(report.read_bytes())["exit_code"] == child.returncode
 
 
-def test_a_closed_terminal_ends_a_run_and_its_report_says_so(folder: Path, tmp_path: Path) -> None:
+def test_a_closed_terminal_ends_a_run_and_its_report_says_so(start: Start, tmp_path: Path) -> None:
     report, output = tmp_path / "report.json", tmp_path / "out"
     terminal, end = pty.openpty()
     more = ["--report", str(report)]
-    child = start(folder, output, with_prices(tmp_path / "cache"), "null", more, preexec_fn=own_terminal, stdin=end)
+    child = start(output, with_prices(tmp_path / "cache"), "null", more, terminal=end)
     os.close(end)
     said = b""
     while b"gptq" not in said:
