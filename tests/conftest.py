@@ -165,6 +165,7 @@ def write_module(require_tool: Callable[[str], Path]) -> Callable[..., Path]:
             sites=[dataclasses.asdict(record) for record in context.records],
             kernels=library.kernels,
             entries=library.entries,
+            parts=library.parts,
             cpu_features=library.isa.cpu_flags,
             dense_weight_bytes=dense_weight_bytes,
         )

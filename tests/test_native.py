@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from compressor_runtime import PIECE_BYTES, RequestError, load, sha256
-from compressor_runtime.generation import checked_sampler
+from compressor_runtime.generation import Depth, checked_sampler
 from compressor_runtime.speculation.acceptance import Acceptance
 from compressor_runtime.speculation.counts import Speculation
 from compressor_runtime.speculation.drafts import Drafts
@@ -129,6 +129,17 @@ def planes_bundle(write_llama: Callable[..., Path]) -> Path:
     return folder
 
 
+class LeaveEarly:
+    """Let tokens leave behind the first block or the second."""
+
+    def run(self, graph: Any, ctx: Any) -> Any:
+        from compressor.graph.model import ExitInfo
+
+        exits = ExitInfo((1, 2), (0.5, 0.5), window=3, of=3)
+        graph.meta["model"] = dataclasses.replace(graph.meta["model"], exits=exits)
+        return graph
+
+
 class Predict:
     """Add copies of the first layer that predict caches, with random predictors."""
 
@@ -146,6 +157,11 @@ class Predict:
 @pytest.fixture
 def copy(bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(bundle, tmp_path / "copy"))
+
+
+def noting(tokens: Generator[int, None, str], reasons: list[str]) -> Iterator[int]:
+    """Yield tokens, and note why there are no more."""
+    reasons.append((yield from tokens))
 
 
 def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -191,6 +207,30 @@ def test_prompts_leave_predicted_keys_and_values(
     assert np.array_equal(first, read_prompt(python.session(), [PROMPT])[0, -1])
     edit_manifest(folder, lambda manifest: manifest["model"].update(predicts=2))
     refused(runner(folder, PROMPT), 4, "predicts")
+
+
+def test_tokens_leave_early_as_in_python(write_llama: Callable[..., Path], runner: Runner) -> None:
+    """The same ids, blocks and heads, also where exits take all tokens for a while, and where texts are given up."""
+    from compressor.passes.rtn import Rtn
+
+    folder = write_llama(LeaveEarly(), Rtn("W8A8"), speculates=True, layers=3)
+    whole = runner(folder, PROMPT, "--max-tokens", 60, "--speculate", "lookup")  # verified by all blocks
+    seen = []
+    for thresholds, give_up in (([0.5, 0.7], 0.0), ([2.0, 0.6], 0.0), ([0.0, 0.0], 0.0), ([2.0, 2.0], 0.3)):
+        exits = {"thresholds": thresholds, "give_up": give_up}
+        edit_manifest(folder, lambda manifest, exits=exits: manifest["model"]["exits"].update(exits))
+        depth, reasons = Depth(3), list[str]()
+        tokens = load(folder, threads=1).continued(PROMPT, 60, checked_sampler(0.0, 0, 1.0, None), [], depth)
+        expected = list(noting(tokens, reasons))
+        done = runner(folder, PROMPT, "--max-tokens", 60, "--threads", 1)
+        assert done.stdout == ",".join(map(str, expected)) + "\n", thresholds
+        assert done.stderr == f"{depth}\n"
+        seen.append((reasons[0], round(depth.blocks_per_token, 2)))
+        off = runner(folder, PROMPT, "--max-tokens", 60, "--speculate", "lookup")
+        assert off.stdout == whole.stdout and "verifications" in off.stderr
+    assert len(set(seen)) == 4 and [reason for reason, _ in seen] == ["length"] * 3 + ["given_up"], seen
+    edit_manifest(folder, lambda manifest: manifest["model"]["exits"].update(blocks=[2, 1]))
+    refused(runner(folder, PROMPT), 4, "`exits`")
 
 
 @pytest.mark.parametrize(("which", "threads"), [("bundle", 1), ("bundle", 2), ("packed_bundle", 2)])

@@ -34,6 +34,7 @@
 #include <vector>
 
 #include "chain.h"
+#include "early.h"
 #include "lookup.h"
 #include "sha256.h"
 
@@ -51,6 +52,7 @@ constexpr size_t kLargestHeader = 16 << 20, kDeepest = 64, kMostDimensions = 16;
 constexpr int64_t kMostLayers = 4096;
 constexpr int kShareCores = -3;  // TVM's kSpecifyThreadShareAllCore: threads may run on all given cores, none is pinned
 constexpr const char* kPredict = "predict";  // the entry that predicts keys and values of a prompt
+constexpr const char *kStream = "stream", *kLogits = "logits";  // what parts give
 constexpr const char* kPlanes = "planes";  // the kind of drafts, and the entry that reads upper planes alone
 constexpr const char* kUsage =
     "usage: compressor_run BUNDLE --ids 1,2,3 [--max-tokens N] [--threads T] [--speculate lookup|planes|off]\n"
@@ -357,14 +359,58 @@ void check_files(const fs::path& root, const json::Object& manifest, int threads
        "); copy the bundle again");
 }
 
+// A part of what verifies tokens: an entry, the names of its arguments and of its results.
+struct Part {
+  std::string entry;
+  std::vector<ffi::String> takes, gives;
+};
+
 struct Model {
   int64_t vocabulary, layers, limit, row_bytes;  // row: keys, or values, of one token and head
   std::vector<int64_t> heads;  // of keys, by layer
   bool dense_cache;
   std::vector<int64_t> ends;
   std::string speculate;  // drafts that the recipe asks for; empty for none
+  std::vector<Part> parts = {};
+  std::optional<early::Facts> exits = {};  // where tokens leave early
   int64_t predicts = 0;  // layers whose caches the entry `predict` takes as scratch; 0 where there is none
 };
+
+// Parts that are entries and fit together, as `Model::parts`.
+std::vector<Part> read_parts(const json::Object& manifest, const json::Object& facts, int64_t layers) {
+  std::vector<Part> parts;
+  if (facts.count(ffi::String("parts")) == 0) return parts;
+  auto entries = field<json::Object>(manifest, "entries");
+  std::set<std::string> known = {"ids", "position", "keep", "parent", "slot", "row"};
+  for (int64_t layer = 0; layer < layers; ++layer) {
+    for (const char* name : {"k_cache_", "v_cache_"}) known.insert(name + std::to_string(layer));
+  }
+  bool fits = true;
+  for (const json::Object& part : items<json::Object>(facts, "parts")) {
+    Part read{field<ffi::String>(part, "entry"), items<ffi::String>(part, "takes"), items<ffi::String>(part, "gives")};
+    fits = fits && entries.count(ffi::String(read.entry)) != 0 && !read.gives.empty();
+    for (const ffi::String& name : read.takes) fits = fits && known.count(name) != 0;
+    known.insert(read.gives.begin(), read.gives.end());
+    parts.push_back(std::move(read));
+  }
+  if (!fits || parts.size() < 2) {
+    fail(kDamaged, "manifest.json: `parts` has a value that cannot be; copy the bundle again");
+  }
+  return parts;
+}
+
+// Where tokens leave, behind parts between the first and the last, of which the last has no exit behind it.
+early::Facts read_exits(const json::Object& facts, size_t parts) {
+  auto stated = field<json::Object>(facts, "exits");
+  early::Facts exits{items<int64_t>(stated, "blocks"), field<int64_t>(stated, "of"), items<double>(stated, "thresholds"),
+                     field<double>(stated, "give_up"), size_t(field<int64_t>(stated, "window"))};
+  bool rises = !exits.blocks.empty() && exits.blocks.front() > 0 && exits.blocks.back() < exits.of &&
+               std::is_sorted(exits.blocks.begin(), exits.blocks.end());
+  if (!rises || exits.thresholds.size() != exits.blocks.size() || parts != exits.blocks.size() + 3) {
+    fail(kDamaged, "manifest.json: `exits` has a value that cannot be; copy the bundle again");
+  }
+  return exits;
+}
 
 Model read_model(const fs::path& root, const json::Object& manifest) {
   if (auto kind = field<ffi::String>(manifest, "kind"); kind != "decoder") {
@@ -406,6 +452,10 @@ Model read_model(const fs::path& root, const json::Object& manifest) {
     fail(kDamaged, "manifest.json: sizes of `model` cannot be; copy the bundle again");
   }
   model.row_bytes = bytes / rows;
+  model.parts = read_parts(manifest, facts, model.layers);
+  if (!model.parts.empty() && facts.count(ffi::String("exits")) != 0) {
+    model.exits = read_exits(facts, model.parts.size());
+  }
   return model;
 }
 
@@ -521,7 +571,8 @@ ffi::Array<ffi::Tensor> read_parameters(const fs::path& root, const json::Object
 }
 
 // Of each entry function, the indices of its parameters; bundles that verify no drafted tokens have `main` alone.
-std::map<std::string, Sizes> read_entries(const json::Object& manifest, size_t parameters) {
+std::map<std::string, Sizes> read_entries(const json::Object& manifest, size_t parameters,
+                                          const std::vector<Part>& parts) {
   if (manifest.count("entries") == 0) {
     Sizes all(parameters);
     std::iota(all.begin(), all.end(), 0);
@@ -530,9 +581,11 @@ std::map<std::string, Sizes> read_entries(const json::Object& manifest, size_t p
   auto listed = field<json::Object>(manifest, "entries");
   std::map<std::string, Sizes> entries;
   bool predicts = field<json::Object>(manifest, "model").count("predicts") != 0;
-  for (const char* name : {"main", predicts ? kPredict : "verify", kPlanes}) {
-    if (name == kPlanes && listed.count(kPlanes) == 0) continue;
-    for (int64_t index : entries[name] = items<int64_t>(listed, name)) {
+  std::vector<std::string> names = {"main", predicts ? kPredict : "verify"};
+  if (listed.count(kPlanes) != 0) names.push_back(kPlanes);
+  for (const Part& part : parts) names.push_back(part.entry);
+  for (const std::string& name : names) {
+    for (int64_t index : entries[name] = items<int64_t>(listed, name.c_str())) {
       if (index >= 0 && index < int64_t(parameters)) continue;
       fail(kDamaged, "manifest.json: `entries` names parameters that are not there; copy the bundle again");
     }
@@ -559,9 +612,9 @@ void configure_threads(int threads) {
 class Kernels {
  public:
   Kernels(const fs::path& root, const json::Object& manifest, const std::string& library,
-          const ffi::Array<ffi::Tensor>& parameters, int threads)
+          const ffi::Array<ffi::Tensor>& parameters, const std::vector<Part>& parts, int threads)
       : library_(member(root, library)) {
-    for (const auto& [name, indices] : read_entries(manifest, parameters.size())) {
+    for (const auto& [name, indices] : read_entries(manifest, parameters.size(), parts)) {
       for (int64_t index : indices) entries_[name].parameters.push_back(parameters[index]);
     }
     fs::path runtime = member(root, "lib/libtvm_runtime.so");
@@ -583,16 +636,23 @@ class Kernels {
 
   bool has(const std::string& entry) const { return entries_.count(entry) != 0; }
 
+  // The first result: where heads draft, what verifies also gives the hidden states that they read, behind the logits.
   ffi::Tensor call(const std::string& name, std::vector<ffi::Any> arguments) const {
+    return results(name, std::move(arguments), 1)[0];
+  }
+
+  // At least so many results.
+  std::vector<ffi::Tensor> results(const std::string& name, std::vector<ffi::Any> arguments, size_t least) const {
     const Entry& entry = entries_.at(name);
     arguments.push_back(entry.parameters);
     std::vector<ffi::AnyView> views(arguments.begin(), arguments.end());
     ffi::Any result;
     try {
       entry.function.value().CallPacked(views.data(), int32_t(views.size()), &result);
-      // Where heads draft, what verifies also gives the hidden states that they read, behind the logits.
       auto several = result.as<ffi::Array<ffi::Tensor>>();
-      return several && !several->empty() ? (*several)[0] : result.cast<ffi::Tensor>();
+      if (!several) several = ffi::Array<ffi::Tensor>{result.cast<ffi::Tensor>()};
+      if (several->size() < least) throw std::runtime_error("an entry gives too few results");
+      return std::vector<ffi::Tensor>(several->begin(), several->end());
     } catch (const std::exception& error) {
       fail(kUnusable, library_.string(), ": does not take what manifest.json describes: ", error.what());
     }
@@ -652,7 +712,75 @@ class Session {
 
   int64_t left() const { return model_.limit - position_; }
 
+  // Appends a token that is read in stages; its position.
+  int64_t advance(int64_t token) {
+    int64_t position = make_room({token}).front();
+    accept(1);
+    return position;
+  }
+
+  // The stages of tokens that are appended already.
+  early::Stages stages() {
+    auto of = [](const ffi::Tensor& rows) {
+      if (rows.dtype() != DLDataType{kDLFloat, 32, 1} || !rows.IsContiguous() || rows.numel() == 0) {
+        fail(kUnusable, "model.so: one of its parts returns no float32 rows; compress again");
+      }
+      auto* data = static_cast<const float*>(rows.data_ptr());
+      return std::vector<float>(data, data + rows.numel());
+    };
+    auto put = [this](const early::Rows& rows, size_t count) {
+      Bytes bytes = zeros(rows.size() * sizeof(float));
+      std::memcpy(bytes.get(), rows.data(), rows.size() * sizeof(float));
+      values_[kStream] = tensor(bytes, {1, int64_t(count), int64_t(rows.size() / count)}, {kDLFloat, 32, 1});
+    };
+    auto begin = [this, of](const Sizes& ids, int64_t first) {
+      part(0, ids, first);
+      return of(values_.at(kStream));
+    };
+    auto run = [this, of, put](size_t number, const Sizes& ids, int64_t first, const early::Rows& stream) {
+      if (ids != begun_ || first != first_) part(0, ids, first);  // what stages share depends on the places
+      put(stream, ids.size());
+      part(1 + number, ids, first);
+      return of(values_.at(kStream));
+    };
+    auto end = [this, of, put](const early::Rows& row) {
+      put(row, 1);
+      part(model_.parts.size() - 1, {}, 0);
+      return of(values_.at(kLogits));
+    };
+    return {begin, run, end};
+  }
+
  private:
+  // Runs a part of the model on tokens in a row, or on the stream alone; what it gives is kept by name.
+  void part(size_t index, const Sizes& ids, int64_t first) {
+    const Part& facts = model_.parts[index];
+    int64_t count = int64_t(ids.size());
+    Sizes positions(ids.size()), parents(ids.size());
+    std::iota(positions.begin(), positions.end(), first);
+    std::iota(parents.begin(), parents.end(), -1);
+    std::vector<ffi::Any> arguments;
+    for (const ffi::String& given : facts.takes) {
+      std::string name = given;
+      if (size_t digits = name.find("_cache_"); digits == 1) {
+        size_t layer = size_t(std::stoll(name.substr(8))), cache = layer + (name[0] == 'v' ? size_t(model_.layers) : 0);
+        arguments.push_back(cache_tensor(caches_[cache], heads(cache)));
+      } else if (auto value = values_.find(name); value != values_.end()) {
+        arguments.push_back(value->second);
+      } else if (name == "ids") {
+        arguments.push_back(tensor(ids).as_strided({1, count}, {count, 1}));
+      } else {
+        arguments.push_back(tensor(name == "parent" ? parents
+                                   : name == "slot" ? Sizes(ids.size())
+                                   : name == "keep" ? Sizes{0}
+                                                    : positions));
+      }
+    }
+    std::vector<ffi::Tensor> found = kernels_.results(facts.entry, std::move(arguments), facts.gives.size());
+    for (size_t i = 0; i < facts.gives.size(); ++i) values_[facts.gives[i]] = found[i];
+    if (index == 0) begun_ = ids, first_ = first;
+  }
+
   // Appends the first tokens with predicted keys and values: float32 [2 * layers, 1, heads, tokens, width].
   void predict(const Sizes& ids) {
     Sizes positions = make_room(ids);
@@ -741,6 +869,9 @@ class Session {
   const Model& model_;
   std::vector<Bytes> caches_;
   int64_t position_ = 0, capacity_ = 0;
+  std::map<std::string, ffi::Tensor> values_;  // that parts gave, by name
+  Sizes begun_;  // tokens that the first part read last, from this position on
+  int64_t first_ = 0;
 };
 
 int64_t likeliest(const float* logits, size_t count) {
@@ -840,8 +971,9 @@ std::unique_ptr<speculation::Drafts> make_drafts(const Options& options, const M
 }
 
 // Prints the likeliest tokens, each as soon as it is there; with drafts they are the same.
+// Where tokens leave early, texts may end by `hopeless`; drafts are verified by the whole model.
 void generate(Session& session, const Model& model, const Options& options, std::vector<float> logits,
-              speculation::Drafts* drafts) {
+              speculation::Drafts* drafts, early::Exits* exits) {
   Sizes text = options.ids;
   int64_t left = std::min(options.max_tokens - 1, session.left()) + 1;  // the last token needs no position
   auto choose = [&](const float* row, size_t count) {  // false where an end of the text is chosen
@@ -861,7 +993,12 @@ void generate(Session& session, const Model& model, const Options& options, std:
     Sizes read = {text.back()};  // what was chosen last, and guesses of what follows it
     read.insert(read.end(), drafted.begin(), drafted.end());
     auto begin = speculation::Pace::Clock::now();
-    logits = drafted.empty() ? session.step(read) : session.verify(read);
+    if (exits != nullptr) {
+      logits = exits->step(text.back(), session.advance(text.back()));
+      if (exits->hopeless()) break;
+    } else {
+      logits = drafted.empty() ? session.step(read) : session.verify(read);
+    }
     double seconds = speculation::Pace::since(begin);
     size_t width = logits.size() / (drafted.size() + 1), accepted = 0, known = text.size();
     while (choose(logits.data() + accepted * width, width) && accepted < drafted.size() &&
@@ -883,7 +1020,7 @@ void run(const Options& options) {
   int threads = options.threads ? int(*options.threads) : available_cores();
   check_files(root, manifest, threads);
   Model model = read_model(root, manifest);
-  Kernels kernels(root, manifest, library, read_parameters(root, manifest, model.vocabulary), threads);
+  Kernels kernels(root, manifest, library, read_parameters(root, manifest, model.vocabulary), model.parts, threads);
   int64_t prompt = int64_t(options.ids.size());
   Session session(kernels, model, prompt + std::min<int64_t>(options.max_tokens, 256));
   std::unique_ptr<speculation::Drafts> drafts = make_drafts(options, model, kernels, session);
@@ -895,8 +1032,11 @@ void run(const Options& options) {
     file.write(reinterpret_cast<const char*>(logits.data()), std::streamsize(logits.size() * sizeof(float)));
     if (!file.flush()) fail(kUnusable, options.logits.string(), ": cannot be written; choose another place");
   }
-  generate(session, model, options, std::move(logits), drafts.get());
+  std::optional<early::Exits> exits;
+  if (model.exits && !drafts) exits.emplace(session.stages(), *model.exits);
+  generate(session, model, options, std::move(logits), drafts.get(), exits ? &*exits : nullptr);
   if (drafts) std::cerr << drafts->report() << std::endl;
+  if (exits) std::cerr << exits->report() << std::endl;
 }
 
 int report(Code code, std::string message) {  // in one line that no terminal would obey
