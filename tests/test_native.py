@@ -229,6 +229,9 @@ def test_tokens_leave_early_as_in_python(write_llama: Callable[..., Path], runne
         off = runner(folder, PROMPT, "--max-tokens", 60, "--speculate", "lookup")
         assert off.stdout == whole.stdout and "verifications" in off.stderr
     assert len(set(seen)) == 4 and [reason for reason, _ in seen] == ["length"] * 3 + ["given_up"], seen
+    edit_manifest(folder, lambda manifest: manifest["model"].update(speculate="recycle"))  # which this runner lacks
+    assert runner(folder, PROMPT, "--max-tokens", 60).stdout == whole.stdout, "the text of drafts is all blocks'"
+    assert runner(folder, PROMPT, "--max-tokens", 60, "--speculate", "off").stderr == done.stderr
     edit_manifest(folder, lambda manifest: manifest["model"]["exits"].update(blocks=[2, 1]))
     refused(runner(folder, PROMPT), 4, "`exits`")
 

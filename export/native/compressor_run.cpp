@@ -1033,7 +1033,9 @@ void run(const Options& options) {
     if (!file.flush()) fail(kUnusable, options.logits.string(), ": cannot be written; choose another place");
   }
   std::optional<early::Exits> exits;
-  if (model.exits && !drafts) exits.emplace(session.stages(), *model.exits);
+  // Drafts that the recipe asks for, also of a kind that this runner lacks, give the text of all blocks.
+  bool is_plain = options.speculate == "off" || model.speculate.empty();
+  if (model.exits && !drafts && is_plain) exits.emplace(session.stages(), *model.exits);
   generate(session, model, options, std::move(logits), drafts.get(), exits ? &*exits : nullptr);
   if (drafts) std::cerr << drafts->report() << std::endl;
   if (exits) std::cerr << exits->report() << std::endl;
