@@ -210,7 +210,7 @@ def test_prompts_leave_predicted_keys_and_values(
 
 
 def test_tokens_leave_early_as_in_python(write_llama: Callable[..., Path], runner: Runner) -> None:
-    """The same ids, blocks and heads, also where exits take all tokens for a while, and where texts are given up."""
+    """Compare ids, blocks and heads with Python's: exits that take some or all tokens, and texts that are given up."""
     from compressor.passes.rtn import Rtn
 
     folder = write_llama(LeaveEarly(), Rtn("W8A8"), speculates=True, layers=3)

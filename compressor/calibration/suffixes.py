@@ -13,9 +13,11 @@ from compressor.graph.segments import Segment
 
 
 def write_suffix(stream: SegmentRunner, last: Segment) -> dict[str, Any]:
-    """Return plain data and tensors: a ``program``, its ``output``, what is ``held``, and values of ``batches``.
+    """Write a suffix as plain data and tensors, by which ``run_program`` computes the model's outputs anywhere.
 
-    ``run_program(program, {**held, **batch}, output)`` is then the model's output for a batch.
+    Returns:
+        ``program``: the calls; ``output``: the name of their result; ``held``: parameters by name; ``batches``: of each
+        batch the other inputs by name.  ``run_program(program, {**held, **batch}, output)`` gives a batch's output.
 
     Args:
         stream: of the changed graph, with the hidden states in front of the segment.

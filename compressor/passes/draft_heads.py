@@ -8,33 +8,30 @@ model's own last linear.  The graph is drawn in :mod:`compressor.graph.kinds.dra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from compressor.errors import UsageError
 from compressor.graph.kinds.draft_heads import CannotHead, add_heads, head_weights
-from compressor.graph.model import ModelInfo, clone_graph
-from compressor.graph.rewrite import set_parameter
-from compressor.graph.sites import Site, linear_sites
-from compressor.pipeline.context import Context, SiteRecord
+from compressor.graph.model import ModelInfo
+from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
-from compressor.pipeline.site_plan import SitePlan
 from compressor.training.device import Device
 from compressor.training.loop import Objective
 from compressor.training.objectives.heads import agreement, begin_heads, heads_loss
 from compressor.training.settings import split
 from compressor.training.trainable import Outputs, TrainableGraph
-from compressor.training.training_pass import TrainingPass
-from compressor.training.zeros.masks import KeptZeros, Masks
+from compressor.training.training_pass import AddingPass
 
 _RANKS = (1, 4)  # of candidates, whose accuracy is reported
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftHeads(TrainingPass, Pass):
+class DraftHeads(AddingPass, Pass):
     """Train heads that draft further tokens from the model's last hidden states; the model itself stays as it is.
 
     The target is the model's own distribution of each token, on the calibration samples.  Heads share the last linear,
@@ -54,6 +51,8 @@ class DraftHeads(TrainingPass, Pass):
     learning_rate: float = 1e-2
     evaluate_every: int = 50
 
+    adds: ClassVar[str] = "added: it drafts"
+
     def __post_init__(self) -> None:
         for name, most in (("heads", 15), ("width", 10**6)):
             if not 1 <= getattr(self, name) <= most:
@@ -70,13 +69,7 @@ class DraftHeads(TrainingPass, Pass):
         info: ModelInfo = graph.meta["model"]
         if not info.speculates:
             raise UsageError("draft_heads: only drafts read the heads; give `speculate: heads` in the recipe as well")
-        self._add(changed := clone_graph(graph))
-        super().requires(changed, ctx)
-
-    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
-        """Add the heads, which are to be trained."""
-        self._add(graph)
-        return super().plan(graph, ctx)
+        super().requires(graph, ctx)
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Add heads, train them, and say how often they are right."""
@@ -86,7 +79,7 @@ class DraftHeads(TrainingPass, Pass):
             raise UsageError(
                 f"draft_heads: samples of {ids.shape[1]} tokens teach {self.heads} heads nothing; give longer ones"
             )
-        begin_heads(graph, self._add(graph), ids, ctx.seed)
+        begin_heads(graph, self.add(graph), ids, ctx.seed)
         graph = super().run(graph, ctx)
         held_out, _ = split(ids, self.held_out, ctx.seed)
         model = TrainableGraph(graph, (), [_drafts(graph)], Device(self.device))
@@ -107,24 +100,12 @@ class DraftHeads(TrainingPass, Pass):
 
         return TrainableGraph(graph, names, [_drafts(graph)], device), objective
 
-    def masks(self, graph: GraphModule, ctx: Context, model: TrainableGraph, sites: Sequence[Site]) -> Masks:
-        """Keep no zeros: heads begin with some."""
-        return KeptZeros(model.weights, set())
+    def added(self, graph: GraphModule) -> list[str]:
+        """Return the names of the heads' weights."""
+        return head_weights(graph)
 
-    def chosen(self, graph: GraphModule) -> tuple[list[Site], list[str]]:
-        """Return the heads' linears, and their weights."""
-        names = head_weights(graph)
-        return [site for site in linear_sites(graph) if site.weight_name in names], names
-
-    def replace(self, graph: GraphModule, ctx: Context, sites: Sequence[Site], tensors: Mapping[str, Tensor]) -> None:
-        """Put trained weights in their place, and record them as added."""
-        for site in sites:
-            value = tensors[site.weight_name]
-            set_parameter(graph, site.weight_name, value)
-            size = value.numel() * value.element_size()
-            ctx.records.append(SiteRecord(site.name, self.name, "", 0, size, 0.0, "weight", note="added: it drafts"))
-
-    def _add(self, graph: GraphModule) -> list[str]:
+    def add(self, graph: GraphModule) -> list[str]:
+        """Add the heads; return the names of their weights."""
         try:
             return add_heads(graph, self.heads, self.width)
         except CannotHead as error:

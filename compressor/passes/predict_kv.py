@@ -9,8 +9,9 @@ token, and the last of the prompt, run the decoder as it was.  The graph is draw
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -24,25 +25,21 @@ from compressor.graph.kept_tokens.predicted_caches import (
     prediction_weights,
     prompt_operations,
 )
-from compressor.graph.model import ModelInfo, clone_graph
-from compressor.graph.rewrite import set_parameter
-from compressor.graph.sites import Site, linear_sites
-from compressor.pipeline.context import Context, SiteRecord
+from compressor.graph.model import ModelInfo
+from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
-from compressor.pipeline.site_plan import SitePlan
 from compressor.training.device import Device
 from compressor.training.loop import Objective
 from compressor.training.objectives.prompts import begin_predictors, measure_prompts, prompts_loss, rows_of
 from compressor.training.settings import split
 from compressor.training.trainable import TrainableGraph
-from compressor.training.training_pass import TrainingPass
-from compressor.training.zeros.masks import KeptZeros, Masks
+from compressor.training.training_pass import AddingPass
 
 _PROMPT = 512  # tokens whose cost is stated
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictKv(TrainingPass, Pass):
+class PredictKv(AddingPass, Pass):
     """Predict a prompt's caches with a small model, copied from the first layers; the model itself stays as it is.
 
     This is lossy: text behind a prompt reads predicted keys and values.  Copies and predictors learn the model's own
@@ -65,6 +62,8 @@ class PredictKv(TrainingPass, Pass):
     learning_rate: float = 2e-3
     evaluate_every: int = 50
 
+    adds: ClassVar[str] = "added: it predicts a prompt's caches"
+
     def __post_init__(self) -> None:
         is_share = isinstance(self.layers, float)
         if not 0 < self.layers < (1 if is_share else 10**9):
@@ -81,23 +80,15 @@ class PredictKv(TrainingPass, Pass):
         """Return what takes less memory."""
         return [super().less_memory[0], "lower `layers`"]
 
-    def requires(self, graph: GraphModule, ctx: Context) -> None:
-        """Refuse models whose caches cannot be predicted, and what training refuses."""
-        self._add(changed := clone_graph(graph))
-        super().requires(changed, ctx)
-
-    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
-        """Add copies and predictors, which are to be trained."""
-        self._add(graph)
-        return super().plan(graph, ctx)
-
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Add copies and predictors, train them, and say what a prompt costs, and what it costs the text behind it."""
         ids = ctx.calibration(self.name).ids
         assert isinstance(ids, Tensor)  # a decoder's are
         if ids.shape[1] < 4:
-            raise UsageError(f"predict_kv: samples of {ids.shape[1]} tokens are no prompts; give at least 4")
-        names = self._add(graph)
+            raise UsageError(
+                f"predict_kv: samples of {ids.shape[1]} tokens hold no prompt with text behind it; give at least 4"
+            )
+        names = self.add(graph)
         own = attention_layers(graph)[: graph.meta["model"].layers]
         makers = [node for layer in own for node in makers_of(graph, layer)]
         begin_predictors(graph, names, makers, ids)
@@ -113,23 +104,9 @@ class PredictKv(TrainingPass, Pass):
         model = TrainableGraph(graph, names, rows_of(graph), device)
         return model, prompts_loss(graph, self.temperature, self.caches, device)
 
-    def masks(self, graph: GraphModule, ctx: Context, model: TrainableGraph, sites: Sequence[Site]) -> Masks:
-        """Keep no zeros: copies of pruned layers may fill them."""
-        return KeptZeros(model.weights, set())
-
-    def chosen(self, graph: GraphModule) -> tuple[list[Site], list[str]]:
-        """Return the linears of copies and predictors, and all their parameters."""
-        names = prediction_weights(graph)
-        return [site for site in linear_sites(graph) if site.weight_name in names], names
-
-    def replace(self, graph: GraphModule, ctx: Context, sites: Sequence[Site], tensors: Mapping[str, Tensor]) -> None:
-        """Put trained weights in their place, and record the linears as added."""
-        for name, value in tensors.items():
-            set_parameter(graph, name, value)
-        for site in sites:
-            size = tensors[site.weight_name].numel() * tensors[site.weight_name].element_size()
-            note = "added: it predicts a prompt's caches"
-            ctx.records.append(SiteRecord(site.name, self.name, "", 0, size, 0.0, "weight", note=note))
+    def added(self, graph: GraphModule) -> list[str]:
+        """Return the names of all parameters of copies and predictors."""
+        return prediction_weights(graph)
 
     def _figures(self, graph: GraphModule, held_out: Tensor) -> list[str]:
         info: ModelInfo = graph.meta["model"]
@@ -141,7 +118,8 @@ class PredictKv(TrainingPass, Pass):
             f"predict_kv: {measure_prompts(graph, held_out, self.batch)}, on held-out samples",
         ]
 
-    def _add(self, graph: GraphModule) -> list[str]:
+    def add(self, graph: GraphModule) -> list[str]:
+        """Add copies and predictors; return the names of the predictors' weights."""
         count = graph.meta["model"].layers
         layers = self.layers if isinstance(self.layers, int) else max(1, math.floor(self.layers * count))
         try:

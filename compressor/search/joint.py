@@ -71,7 +71,7 @@ class Formatted(Alternative):
 
 
 def check_schemes(pass_name: str, scheme: str | None, schemes: Sequence[str]) -> list[Format]:
-    """Return the formats that a search chooses among, that of ``scheme`` first; none where there are no others.
+    """Check and parse the formats to choose among: ``scheme`` first, then ``schemes``; an empty list without these.
 
     Raises:
         UsageError: ``scheme`` is missing, one stands there twice, or leaves out blocks.

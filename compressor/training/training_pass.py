@@ -13,9 +13,9 @@ from torch.fx import GraphModule
 
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.parts import PARTS
-from compressor.graph.model import ModelInfo
+from compressor.graph.model import ModelInfo, clone_graph
 from compressor.graph.rewrite import set_parameter
-from compressor.graph.sites import Site, is_parameter
+from compressor.graph.sites import Site, is_parameter, linear_sites
 from compressor.host.digests import digest
 from compressor.numerics.products.deterministic import total
 from compressor.pipeline.context import Context, SiteRecord
@@ -255,3 +255,53 @@ class TrainingPass(TrainingOptions, Pass):
             )
         for name, value in tensors.items():
             set_parameter(graph, name, value)
+
+
+class AddingPass(TrainingPass, Pass):
+    """Share what passes have in common that add weights to a model, train these alone, and leave the model as it is.
+
+    Attributes:
+        adds: the note of each linear that is added.
+    """
+
+    adds: ClassVar[str]
+
+    @abstractmethod
+    def add(self, graph: GraphModule) -> list[str]:
+        """Add the weights, and return the names of those that have no values yet.
+
+        Raises:
+            UsageError: the model cannot have them.
+        """
+
+    @abstractmethod
+    def added(self, graph: GraphModule) -> list[str]:
+        """Return the names of all parameters that were added."""
+
+    def requires(self, graph: GraphModule, ctx: Context) -> None:
+        """Refuse models that cannot have the weights, and what training refuses."""
+        self.add(changed := clone_graph(graph))
+        super().requires(changed, ctx)
+
+    def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
+        """Add the weights, which are to be trained."""
+        self.add(graph)
+        return super().plan(graph, ctx)
+
+    def masks(self, graph: GraphModule, ctx: Context, model: TrainableGraph, sites: Sequence[Site]) -> Masks:
+        """Keep no zeros: added weights may begin with some."""
+        return KeptZeros(model.weights, set())
+
+    def chosen(self, graph: GraphModule) -> tuple[list[Site], list[str]]:
+        """Return the added linears, and all added parameters."""
+        names = self.added(graph)
+        return [site for site in linear_sites(graph) if site.weight_name in names], names
+
+    def replace(self, graph: GraphModule, ctx: Context, sites: Sequence[Site], tensors: Mapping[str, Tensor]) -> None:
+        """Put trained weights in their place, and record the linears as added."""
+        for name, value in tensors.items():
+            set_parameter(graph, name, value)
+        for site in sites:
+            value = tensors[site.weight_name]
+            size = value.numel() * value.element_size()
+            ctx.records.append(SiteRecord(site.name, self.name, "", 0, size, 0.0, "weight", note=self.adds))

@@ -101,7 +101,7 @@ def test_predicted_rows_are_those_of_the_definition(trained: tuple[GraphModule, 
 
 
 def test_perfect_predictors_give_the_model_itself(llama: GraphModule) -> None:
-    """Those of copied layers can be: then keys and values are the model's own."""
+    """Set the predictors of copied layers so that they give the model's own keys and values."""
     names = add_prediction(graph := clone_graph(llama), 2)
     for number, name in enumerate(names):
         weight = torch.zeros(graph.get_parameter(name).shape)

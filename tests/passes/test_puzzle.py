@@ -254,7 +254,7 @@ def test_an_interrupted_training_gives_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_caches_may_have_unlike_heads() -> None:
-    """Of six heads in three caches four may stay: two layers lose one each."""
+    """Allow four of six heads in three caches: two layers lose one head each."""
     graph, ctx = captured(), Context(samples=SAMPLES)
     limit = 4 * 2 * 16 * 4
     step = Puzzle(cache_bytes=limit, multiple=8, held_out=0.5, attention=("kv_heads:1",), ffn=(), pool=3, keep_first=0)

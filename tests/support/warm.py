@@ -54,7 +54,7 @@ class WarmRun:
 
     @property
     def stderr(self) -> Any:
-        """What it says, line by line."""
+        """Return its standard error, to be read line by line."""
         return self._files[1]
 
     def poll(self) -> int | None:

@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 
@@ -50,7 +50,7 @@ from compressor.errors import VerificationError
 from compressor.graph.kept_tokens.predicted_caches import PREDICT, prediction_graph
 from compressor.graph.kinds.draft_heads import CannotHead, giving_hidden, heads_graph, hidden_and_next, without_heads
 from compressor.graph.kinds.encoder_decoder import SOURCE, SOURCE_MASK, encoder_nodes
-from compressor.graph.kinds.halves import copy_calls, needed_nodes, pair_halves
+from compressor.graph.kinds.halves import half_of, pair_halves
 from compressor.graph.kinds.sparse_drafts import SPARSE, drafts_sparse, sparse_graph
 from compressor.graph.kinds.token_trees import tree_graph, why_no_trees
 from compressor.graph.kinds.upper_planes import PLANES, has_planes, upper_graph
@@ -215,32 +215,22 @@ def split(graph: GraphModule) -> tuple[GraphModule, GraphModule]:
     odd = [node.name for node in crossing if not isinstance(node.meta.get("val"), Tensor)]
     if odd:
         raise VerificationError(f"the decoder reads {', '.join(odd)} of the encoder, which are not tensors; report it")
-    return _half(graph, inside, [], crossing), _half(graph, inside, crossing, None)
+    return _half(graph, [], crossing), _half(graph, crossing, None)
 
 
-def _half(graph: GraphModule, inside: set[Node], given: Sequence[Node], results: Sequence[Node] | None) -> GraphModule:
+def _half(graph: GraphModule, given: Sequence[Node], results: Sequence[Node] | None) -> GraphModule:
     """Copy one half.
 
     Args:
-        inside: the encoder's nodes.
         given: that the decoder reads; empty for the encoder.
         results: that the encoder returns; None for the decoder, which returns what the whole does.
     """
     encoder = results is not None
-    nodes, env = fx.Graph(), dict[Node, Node]()
     inputs = graph.graph.find_nodes(op="placeholder")
     own = [node for node in inputs if node.target == SOURCE_MASK or (node.target == SOURCE) is encoder]
     own = [node for node in own if not encoder or node.target in (SOURCE, SOURCE_MASK)]
-    for node in (*own, *given):
-        env[node] = nodes.placeholder(node.name if node in given else str(node.target))
-        env[node].meta = dict(node.meta)
-    output: Any = graph.graph.output_node().args[0] if results is None else tuple(results)
-    needed = needed_nodes([n for n in output if isinstance(n, Node)], set(env))
-    copy_calls(graph, nodes, env, needed)
-    nodes.output(fx.node.map_arg(output, env.__getitem__))
-    half = GraphModule(graph, nodes, class_name=type(graph).__name__)
-    half.meta.update(graph.meta)
-    return half
+    named = {node: str(node.target) for node in own} | {node: node.name for node in given}
+    return half_of(graph, named, graph.graph.output_node().args[0] if results is None else tuple(results))
 
 
 def _call(half: GraphModule, info: ModelInfo) -> tuple[tuple[Any, ...], Any]:

@@ -21,14 +21,13 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import fx
 from torch.fx import GraphModule, Node
 
 from compressor.graph.caches import AttentionLayer, attention_layers
 from compressor.graph.costs import node_costs
 from compressor.graph.kinds.additions import CallBuilder, change_results
 from compressor.graph.kinds.carried import last_linears
-from compressor.graph.kinds.halves import copy_calls, needed_nodes
+from compressor.graph.kinds.halves import half_of, needed_nodes
 from compressor.graph.model import ModelInfo
 from compressor.graph.provenance import describe
 from compressor.graph.rewrite import held_tensor, set_parameter
@@ -197,16 +196,8 @@ def prediction_graph(graph: GraphModule) -> GraphModule:
     info: ModelInfo = graph.meta["model"]
     inputs = graph.graph.find_nodes(op="placeholder")
     keys, values = inputs[_CACHES : _CACHES + info.layers], inputs[_CACHES + info.layers :]
-    nodes, env = fx.Graph(), dict[Node, Node]()
-    for node in (*inputs[:2], *keys[: info.predicts], *values[: info.predicts]):
-        env[node] = nodes.placeholder(str(node.target))
-        env[node].meta = dict(node.meta)
-    found = prediction(graph)
-    copy_calls(graph, nodes, env, needed_nodes([found], set(env)))
-    nodes.output(env[found])
-    half = GraphModule(graph, nodes, class_name=type(graph).__name__)
-    half.meta.update(graph.meta)
-    return half
+    given = (*inputs[:2], *keys[: info.predicts], *values[: info.predicts])
+    return half_of(graph, {node: str(node.target) for node in given}, prediction(graph))
 
 
 def prediction_weights(graph: GraphModule) -> list[str]:

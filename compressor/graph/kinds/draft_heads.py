@@ -16,12 +16,12 @@ import dataclasses
 from typing import cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.graph.kinds.additions import CallBuilder, change_results
-from compressor.graph.kinds.halves import copy_calls, needed_nodes
+from compressor.graph.kinds.halves import half_of, needed_nodes
 from compressor.graph.model import ModelInfo, clone_graph
 from compressor.graph.provenance import describe
 from compressor.graph.rewrite import drop_dead_parameters, held_tensor
@@ -157,17 +157,8 @@ def giving_hidden(graph: GraphModule) -> GraphModule:
 
 def heads_graph(graph: GraphModule) -> GraphModule:
     """Return the heads as a graph of their own: hidden [1, T, D], next tokens [1, T] -> logits [1, T, heads, V]."""
-    given = hidden_and_next(graph)
-    nodes, env = fx.Graph(), dict[Node, Node]()
-    for name, node in zip(("hidden", "next"), given, strict=True):
-        env[node] = nodes.placeholder(name)
-        env[node].meta = dict(node.meta)
-    drafts = cast("tuple[Node, ...]", graph.graph.output_node().args[0])[-1]
-    copy_calls(graph, nodes, env, needed_nodes([drafts], set(given)))
-    nodes.output(env[drafts])
-    half = GraphModule(graph, nodes, class_name=type(graph).__name__)
-    half.meta.update(graph.meta)
-    return half
+    inputs = dict(zip(hidden_and_next(graph), ("hidden", "next"), strict=True))
+    return half_of(graph, inputs, cast("tuple[Node, ...]", graph.graph.output_node().args[0])[-1])
 
 
 def head_weights(graph: GraphModule) -> list[str]:

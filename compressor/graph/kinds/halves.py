@@ -6,6 +6,7 @@ ids, mask -> text embeddings
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,16 +22,25 @@ def pair_halves(graph: GraphModule) -> tuple[GraphModule, GraphModule]:
     """Return what embeds pictures and what embeds texts as graphs of their own, which share the parameters."""
     leaves: Any = graph.graph.output_node().args[0]
     inputs = graph.graph.find_nodes(op="placeholder")
-    return _half(graph, inputs[:1], leaves[0]), _half(graph, inputs[1:], leaves[1])
+    pictures, texts = ({node: str(node.target) for node in part} for part in (inputs[:1], inputs[1:]))
+    return half_of(graph, pictures, leaves[0]), half_of(graph, texts, leaves[1])
 
 
-def _half(graph: GraphModule, inputs: list[Node], leaf: Node) -> GraphModule:
+def half_of(graph: GraphModule, inputs: Mapping[Node, str], output: Any) -> GraphModule:
+    """Return what computes some values as a graph of its own, which shares the parameters.
+
+    Args:
+        inputs: nodes that become its inputs, in their order, each with its name there.
+        output: a node, or a tuple of them, and of what else a graph returns.
+    """
     nodes, env = fx.Graph(), dict[Node, Node]()
-    for node in inputs:
-        env[node] = nodes.placeholder(str(node.target))
+    for node, name in inputs.items():
+        env[node] = nodes.placeholder(name)
         env[node].meta = dict(node.meta)
-    copy_calls(graph, nodes, env, needed_nodes([leaf], set(env)))
-    nodes.output(env[leaf])
+    targets = list[Node]()
+    fx.node.map_arg(output, targets.append)
+    copy_calls(graph, nodes, env, needed_nodes(targets, set(env)))
+    nodes.output(fx.node.map_arg(output, env.__getitem__))
     half = GraphModule(graph, nodes, class_name=type(graph).__name__)
     half.meta.update(graph.meta)
     return half
