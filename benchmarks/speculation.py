@@ -1,7 +1,8 @@
 """Gain of each kind of drafts on text that repeats and on text that does not, measured and predicted.
 
     python benchmarks/speculation.py --work DIR [--models reference,widened] [--kinds lookup,planes] [--texts 12]
-                                     [--tokens 96] [--override KEY=VALUE] [--text FILE] [--json FILE] [--markdown FILE]
+                                     [--tokens 96] [--override KEY=VALUE] [--source DIR] [--always] [--text FILE]
+                                     [--json FILE] [--markdown FILE]
 
 For the reference model, which fits into the caches, and for its widened twin (benchmarks/widened.py), which does not.
 One thread, timed by its CPU time, which other processes add little to.  The run-time decides by the same clock, or
@@ -14,7 +15,12 @@ that goes on running; repeats do not, as what a draft has learnt from a text mus
 - ``greedy``: passages of the text, continued greedily: the model's own domain.
 - ``sampled``: the same at temperature 1: text that does not repeat.
 
-Times of verifications by their rows are measured before.  The prediction takes these, how many verifications had how
+``--source`` names a Hugging Face folder in the place of the reference model, for example the checkpoint of one that was
+trained for drafts of its first layers; it needs a ``--work`` of its own.  With ``--always`` each draft is verified,
+chains of up to four tokens, which says how often drafts are right.
+
+Times of verifications by their rows are measured before; of drafts by the first layers, whose work is reused, behind
+such drafts.  The prediction takes these, how many verifications had how
 many rows, what drafts cost, and what it costs to choose a token.
 """
 
@@ -44,6 +50,7 @@ from compressor_runtime.generation import checked_sampler
 from compressor_runtime.speculation.counts import Speculation
 from compressor_runtime.speculation.drafts import Drafts
 from compressor_runtime.speculation.pace import Pace
+from speculation_law import Short
 from widened import write_widened
 
 from compressor.capture.capture import capture
@@ -53,7 +60,7 @@ from compressor.recipe.recipe import load_recipe
 
 LOOKUP = "speculate_lookup_x86"
 KINDS = {kind: LOOKUP for kind in ("lookup", "recycle", "auto")}
-KINDS |= {"planes": "speculate_planes_x86", "heads": "draft_heads_x86"}
+KINDS |= {"planes": "speculate_planes_x86", "heads": "draft_heads_x86", "exit": "speculate_exit_x86"}
 """Kind of drafts -> recipe of a bundle that serves it."""
 ROWS, STEPS, TURNS, CHOICES = 16, 8, 25, 200
 PROMPT, COPIED_LINES = 128, 3
@@ -117,10 +124,13 @@ def tasks(bundle: Bundle, text: str, texts: int) -> list[Task]:
     return [Task("edits", spread, 0.0), Task("greedy", passages, 0.0), Task("sampled", passages, 1.0)]
 
 
-def verification_times(bundle: Bundle, prompt: Sequence[int], turns: int) -> dict[int, float]:
+def verification_times(bundle: Bundle, prompt: Sequence[int], turns: int, is_begun: bool = False) -> dict[int, float]:
     """Return the seconds of a verification by its rows, and under 0 those of a step: the lower quartile.
 
     Each comes behind others of its sort, the verifications in shuffled order.
+
+    Args:
+        is_begun: the first layers have read all tokens but the last, as in their drafts, which is not timed here.
     """
     session, shuffled = bundle.session(1, len(prompt) + ROWS), random.Random(0)
     session.step([list(prompt)])
@@ -130,6 +140,8 @@ def verification_times(bundle: Bundle, prompt: Sequence[int], turns: int) -> dic
         shuffled.shuffle(order)
         for place, rows in enumerate(steps + order):
             session.position = len(prompt)
+            for ahead in range(rows - 1 if is_begun else 0):
+                session.begin([prompt[-1]], [ahead])
             begin = time.thread_time()
             if rows:
                 session.verify([prompt[-1]] * rows, list(range(-1, rows - 1)))
@@ -157,12 +169,13 @@ def continued(
 
 
 def measured(
-    bundle: Bundle, drafting: Sequence[str], task: Task, count: int, repeats: int, times: dict[int, float]
+    bundle: Bundle, drafting: Sequence[str], task: Task, given: argparse.Namespace, times: dict[int, float]
 ) -> dict[str, Any]:
     """Return figures of each kind on one task."""
+    count, repeats, pace = given.tokens, given.repeats, Short if given.always else Pace
     kinds = [PLAIN, *drafting, CONTROL]
     clock = time.thread_time if times[0] > SHORT_STEP_S else Undisturbed(2 * times[ROWS])
-    drafts = {kind: Drafts(bundle.model["vocab_size"], Pace(clock), bundle.entries) for kind in drafting}
+    drafts = {kind: Drafts(bundle.model["vocab_size"], pace(clock), bundle.entries) for kind in drafting}
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     total: dict[str, Speculation] = {}
     for seed, prompt in enumerate(task.prompts):
@@ -218,13 +231,13 @@ def predicted(counts: Speculation, choice_s: float, times: dict[int, float]) -> 
     return (steps_s + choosing_s) / (spent_s + choosing_s + counts.draft_s)
 
 
-def made(work: Path, model: str, name: str, overrides: Sequence[str]) -> Bundle:
+def made(work: Path, source: Path, model: str, name: str, overrides: Sequence[str]) -> Bundle:
     """Return the bundle of a recipe with overrides; it is written into ``work`` unless it is there."""
-    folder, path = resource("models") / "reference", work / re.sub(r"\W+", "_", "_".join([model, name, *overrides]))
+    folder, path = source, work / re.sub(r"\W+", "_", "_".join([model, name, *overrides]))
     if model == "widened":
         folder = work / "widened"
         if not (folder / "model.safetensors").is_file():
-            write_widened(resource("models") / "reference", folder, 8, 2, 16)
+            write_widened(source, folder, 8, 2, 16)
     if not (path / "manifest.json").is_file():
         recipe = load_recipe(name, [f"model={folder}", *overrides])
         samples = load_samples(recipe.calibration, folder) if recipe.calibration else None
@@ -265,6 +278,8 @@ def main() -> None:
     parser.add_argument("--models", default="reference,widened")
     parser.add_argument("--kinds", default="lookup,recycle,auto")
     parser.add_argument("--override", action="append", default=[], help="of the recipe: key=value")
+    parser.add_argument("--source", type=Path, default=resource("models") / "reference")
+    parser.add_argument("--always", action="store_true", help="verify each draft, of up to four tokens")
     parser.add_argument("--texts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--turns", type=int, default=TURNS)
@@ -277,12 +292,13 @@ def main() -> None:
     text, results = given.text.read_text(encoding="utf-8"), dict[str, Any]()
     asked = given.kinds.split(",")
     for model, name in itertools.product(given.models.split(","), dict.fromkeys(KINDS[kind] for kind in asked)):
-        bundle, kinds = made(given.work, model, name, given.override), [kind for kind in asked if KINDS[kind] == name]
+        bundle = made(given.work, given.source, model, name, given.override)
+        kinds = [kind for kind in asked if KINDS[kind] == name]
         wanted = [task for task in tasks(bundle, text, given.texts) if task.name in given.tasks.split(",")]
-        times = verification_times(bundle, wanted[0].prompts[0][:PROMPT], given.turns)
+        times = verification_times(bundle, wanted[0].prompts[0][:PROMPT], given.turns, "exit" in kinds)
         result = results[f"{model}, `{name}`"] = {"verification": times, "tasks": {}}
         for task in wanted:
-            result["tasks"][task.name] = measured(bundle, kinds, task, given.tokens, given.repeats, times)
+            result["tasks"][task.name] = measured(bundle, kinds, task, given, times)
             print(json.dumps({model: {task.name: result["tasks"][task.name]}}), flush=True)
     if given.json:
         given.json.write_text(json.dumps(results, indent=1), encoding="utf-8")

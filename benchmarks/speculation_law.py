@@ -1,15 +1,17 @@
 """Texts with drafts are those of plain decoding, token for token: many prompts, every kind, every family of formats.
 
-    python benchmarks/speculation_law.py [--model reference] [--formats W8A8,NF4_G64] [--prompts 200] [--tokens 24]
-                                         [--runner FILE] [--oracle] [--markdown FILE]
+    python benchmarks/speculation_law.py [--model reference] [--formats W8A8,NF4_G64] [--kinds exit,self]
+                                         [--prompts 200] [--tokens 24] [--runner FILE] [--oracle] [--markdown FILE]
 
 Prompts are passages of text that a model of quality.yaml was not calibrated on, each continued greedily, and every
-fifth one also at temperature 0.7 in a nucleus of 0.9 with a seed.  A family has up to three bundles, since a library is
-cut into parts in one way: kinds without parts, heads and upper planes among them; the model's first layers; and the
-model without some of its parts, two fixed choices.  Heads are trained for a few steps, once.  Every draft is verified,
+fifth one also at temperature 0.7 in a nucleus of 0.9 with a seed.  A family has up to four bundles, since a library is
+cut into parts in one way: kinds without parts, heads and upper planes among them; the model's first layers; the model
+without some of its parts, two fixed choices; and, of formats that can skip them, drafts without inputs below a fixed
+threshold.  Heads are trained for a few steps, once, unless ``--kinds`` leaves them out.  Every draft is verified,
 whether it pays or not, so that as many verifications as possible are compared; chains that a model drafts have up to
 four tokens.  Batches of four have prompts of one length and texts of several.  ``--runner`` is the runner in C++
-(export/native), which drafts by lookup where it pays, on a quarter of the prompts, greedily and longer.  ``--oracle``
+(export/native), which drafts by lookup, from upper planes and by the first layers where that pays, on a quarter of the
+prompts, greedily and longer.  ``--oracle``
 compares with prompt lookup decoding of transformers (``prompt_lookup_num_tokens``) in float32: its greedy texts, and
 those of a bundle without quantisation, drafts off and on.
 """
@@ -28,6 +30,7 @@ from typing import Any, TypeAlias
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import torch
 import yaml
 from bundles import lower
 from compressor_runtime import Bundle, load
@@ -42,6 +45,7 @@ from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
 from compressor.data.text import Samples
+from compressor.graph.kinds.sparse_drafts import limit_drafts, may_draft_sparse
 from compressor.graph.model import clone_graph
 from compressor.passes.draft_heads import DraftHeads
 from compressor.pipeline.context import Context
@@ -49,7 +53,7 @@ from compressor.pipeline.pipeline import Pipeline
 from compressor.recipe.recipe import Recipe
 
 Bundles: TypeAlias = Iterator[tuple[Path, list[str]]]
-"""Folders of bundles, each with the kinds to compare; none for all that it serves."""
+"""Folders of bundles, each with kinds to compare, of which it may not serve all."""
 
 Options: TypeAlias = tuple[float, int, float]
 """Temperature, top_k and top_p."""
@@ -62,6 +66,9 @@ PLAIN = "none"  # no pass: float32 as it is
 EMBEDDING = {"embedding": {"scheme": "W8A16"}}
 GROUPS = {"stories260K": "_G64"}  # in the place of _G128: its linears have 64 and 172 inputs
 HEADS = DraftHeads(width=64, steps=60)
+WHOLE = ("lookup", "recycle", "heads", "planes", "auto")  # kinds of the bundle that is not cut
+NATIVE = ("lookup", "planes", "exit")  # kinds that the runner has
+THRESHOLD = 0.5  # of inputs, below which drafts skip them: about half of those behind a norm
 
 
 def rtn(scheme: str) -> list[dict[str, Any]]:
@@ -96,13 +103,21 @@ def items_of(ids: Sequence[int], count: int) -> list[Item]:
 
 
 def bundles(
-    dense: GraphModule, headed: GraphModule, passes: list[dict[str, Any]], samples: Samples, work: Path
+    dense: GraphModule,
+    headed: GraphModule,
+    passes: list[dict[str, Any]],
+    samples: Samples,
+    work: Path,
+    kinds: Sequence[str],
 ) -> Bundles:
-    """Make the bundles of a family, one after another; yield each with the kinds to compare."""
+    """Make the bundles of a family that these kinds need, one after another; yield each with what it may serve."""
     layers = dense.meta["model"].layers
     names = [f"{half}_{layer}" for layer in range(layers) for half in ("attention", "ffn")]
     skips = [{"without": names[first::3], "agreement": 0.5, "cost": 0.5} for first in (1, 2)]
-    for kind, graph in (("auto", headed), ("exit", dense), ("self", dense)):
+    for kind, graph in (("auto", headed), ("exit", dense), ("self", dense), ("sparse", dense)):
+        own = [name for name in kinds if name in (WHOLE if kind == "auto" else (kind,))]
+        if not own:
+            continue
         recipe = Recipe.from_dict(
             {
                 "model": str(dense.meta["model"].source),
@@ -114,9 +129,14 @@ def bundles(
         )
         context, folder = Context(samples=samples), work / kind
         compressed = Pipeline(recipe.passes).run(clone_graph(graph), context)
+        if kind == "sparse":
+            sites = may_draft_sparse(compressed)
+            if not sites:
+                continue
+            limit_drafts(compressed, {site.name: torch.full((site.in_features,), THRESHOLD) for site in sites})
         folder.mkdir()
         lower(dense, compressed, recipe, context, folder, 1, facts={"skips": skips} if kind == "self" else None)
-        yield folder, [kind] if kind != "auto" else []
+        yield folder, own
 
 
 class Short(Always):
@@ -164,14 +184,14 @@ def together(bundle: Bundle, kind: str, items: list[Item], count: int) -> tuple[
     return found, total
 
 
-def native(runner: Path, folder: Path, prompts: list[list[int]]) -> str:
+def native(runner: Path, folder: Path, drafting: str, prompts: list[list[int]]) -> str:
     """Return how many texts of the runner with drafts are those without, of how many, and what was verified."""
     equal, verifications, accepted = 0, 0, 0
     for prompt in prompts:
         words = [str(runner), str(folder), "--ids", ",".join(map(str, prompt)), "--max-tokens", str(RUNNER_TOKENS)]
         drafted, plain = (
             subprocess.run([*words, "--threads", "1", "--speculate", kind], capture_output=True, text=True, check=True)
-            for kind in ("lookup", "off")
+            for kind in (drafting, "off")
         )
         equal += drafted.stdout == plain.stdout
         if told := re.search(r"(\d+) verifications, \d+ tokens drafted, (\d+) accepted", drafted.stderr):
@@ -186,13 +206,13 @@ def rows(name: str, made: Bundles, items: list[Item], count: int, runner: Path |
         bundle = load(folder, threads=1)
         plain, _ = alone(bundle, None, items, count)
         shorter = [text[: count - number % BATCH] for number, text in enumerate(plain)]
-        for kind in only or bundle.speculations:
+        for kind in (one for one in only if one in bundle.speculations):
             one, counts = alone(bundle, kind, items, count)
             four, batched = together(bundle, kind, items, count)
             cells = [f"`{name}`", f"`{kind}`", equals(one, plain, len(greedy)), told(counts)]
             cells += [equals(four, shorter, len(greedy)), told(batched)]
-            if kind == "lookup" and runner is not None:
-                cells += [native(runner, folder, greedy[::RUNNER_SHARE])]
+            if kind in NATIVE and runner is not None:
+                cells += [native(runner, folder, kind, greedy[::RUNNER_SHARE])]
             else:
                 cells += [""]
             yield "| " + " | ".join(cells) + " |"
@@ -213,7 +233,6 @@ def equals(found: list[list[int]], wanted: list[list[int]], greedy: int) -> str:
 
 def oracle(folder: Path, model: Path, prompts: list[list[int]], count: int) -> str:
     """Compare greedy texts of a bundle in float32 with those of transformers, plain and by prompt lookup."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     bundle, net = load(folder, threads=1), AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -251,6 +270,7 @@ def main() -> None:
     entries = yaml.safe_load(Path(__file__).with_name("quality.yaml").read_text(encoding="utf-8"))
     parser.add_argument("--model", choices=entries, default="reference")
     parser.add_argument("--formats", default=",".join(FAMILIES))
+    parser.add_argument("--kinds", default="lookup,recycle,heads,planes,auto,exit,self,sparse")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--runner", type=Path)
@@ -261,14 +281,15 @@ def main() -> None:
     dense = capture(entry["model"])
     samples, tokens = load_texts(entry, dense)
     items = items_of(tokens.flatten().tolist(), given.prompts)
-    headed = with_heads(dense, samples)
+    kinds = given.kinds.split(",")
+    headed = with_heads(dense, samples) if "heads" in kinds else dense
     lines = ["| format | kind | batch 1: equal texts | verifications, accepted | batch 4: equal texts | "]
     lines[-1] += "verifications, accepted | runner in C++: equal texts; verifications, accepted |"
     lines += ["|---|---|---|---|---|---|---|"]
     print("\n".join(lines))
     for name in given.formats.split(","):
         with tempfile.TemporaryDirectory() as work:
-            made = bundles(dense, headed, family(name, given.model), samples, Path(work))
+            made = bundles(dense, headed, family(name, given.model), samples, Path(work), kinds)
             for line in rows(name, made, items, given.tokens, given.runner):
                 lines.append(line)
                 print(line, flush=True)

@@ -129,6 +129,25 @@ def planes_bundle(write_llama: Callable[..., Path]) -> Path:
     return folder
 
 
+class DraftFirst:
+    """Let drafts be those of the first block."""
+
+    def run(self, graph: Any, ctx: Any) -> Any:
+        graph.meta["model"] = dataclasses.replace(graph.meta["model"], first_blocks=1)
+        return graph
+
+
+@pytest.fixture(scope="module")
+def exit_bundle(write_llama: Callable[..., Path]) -> Path:
+    """Return a bundle whose first block of two drafts, with packed caches."""
+    from compressor.passes.kv_cache import KvCache
+    from compressor.passes.rtn import Rtn
+
+    folder = write_llama(DraftFirst(), Rtn("W8A8"), KvCache("INT8"), speculates=True, layers=2)
+    edit_manifest(folder, lambda manifest: manifest["model"].update(speculate="exit"))
+    return folder
+
+
 class LeaveEarly:
     """Let tokens leave behind the first block or the second."""
 
@@ -374,41 +393,57 @@ def test_a_bundle_that_verifies_nothing_refuses_drafts_as_in_python(runner: Runn
     with pytest.raises(RequestError) as error:
         load(bundle, threads=1).generate_ids([1], speculate="lookup")
     refused(runner(bundle, [1], "--speculate", "lookup"), error.value.exit_code, str(error.value))
-    refused(runner(bundle, [1], "--speculate", "recycle"), 2, "--speculate 'recycle': give 'lookup', 'planes' or 'off'")
+    refused(
+        runner(bundle, [1], "--speculate", "recycle"), 2, "--speculate 'recycle': give 'lookup', 'planes', 'exit' or"
+    )
     refused(runner(bundle, [1], "--speculate"), 2, "--speculate: no value")
 
 
 @pytest.mark.parametrize(("prompt", "count"), [(PROMPT, POSITIONS), ([7], 40)])
-def test_drafts_from_upper_planes_are_those_of_python(
-    runner: Runner, planes_bundle: Path, prompt: list[int], count: int
+@pytest.mark.parametrize("kind", ["planes", "exit"])
+def test_drafts_of_a_model_are_those_of_python(
+    request: pytest.FixtureRequest, runner: Runner, kind: str, prompt: list[int], count: int
 ) -> None:
     """Compare tokens and counts with Python's; the longer text's caches grow in a draft."""
-    python = load(planes_bundle, threads=1)
+    bundle = request.getfixturevalue(f"{kind}_bundle")
+    python = load(bundle, threads=1)
     expected = list(python.generate_ids(prompt, max_tokens=count, speculate="off"))
     for length in (5, 15):
-        run = runner(planes_bundle, prompt, "--max-tokens", count, "--draft-tokens", length, "--threads", 1)
+        run = runner(bundle, prompt, "--max-tokens", count, "--draft-tokens", length, "--threads", 1)
         assert ids_of(run) == expected
     python._drafts = Drafts(64, Always(), python.entries, python.model)
-    counts = Speculation("planes")
+    counts = Speculation(kind)
     drafted = python.continued(prompt, count, checked_sampler(0.0, 0, 1.0, 0), [], counts)
     assert list(drafted) == expected
     verifications, steps = counts.verifications, counts.steps
-    assert figures(run, "planes") == [
+    assert figures(run, kind) == [
         *(verifications, counts.drafted, counts.accepted),
         *(round(1 + counts.accepted / verifications, 2), steps),
     ]
-    assert counts.drafted > counts.accepted > 2 * verifications
-    for kind in ("planes", "lookup", "off"):  # as much as pays
-        run = runner(planes_bundle, prompt, "--max-tokens", count, "--speculate", kind)
-        assert ids_of(run) == expected and bool(run.stderr) == (kind != "off")
+    assert counts.drafted > counts.accepted > (2 if kind == "planes" else 0) * verifications
+    for asked in (kind, "lookup", "off"):  # as much as pays
+        run = runner(bundle, prompt, "--max-tokens", count, "--speculate", asked)
+        assert ids_of(run) == expected and bool(run.stderr) == (asked != "off")
 
 
-def test_drafts_from_upper_planes_are_refused_as_in_python(runner: Runner, bundle: Path, packed_bundle: Path) -> None:
+def test_parts_that_do_not_fit_are_refused(runner: Runner, exit_bundle: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(exit_bundle, tmp_path / "copy"))
+    axes = json.loads((copy / "manifest.json").read_text())["model"]["parts"][0]["axes"]
+    for wrong, code, words in ((axes[1:], 4, "`parts` has a value"), ([7, *axes[1:]], 1, "does not fit together")):
+        edit_manifest(copy, lambda manifest, wrong=wrong: manifest["model"]["parts"][0].update(axes=wrong))
+        done = runner(copy, PROMPT, "--draft-tokens", 2)
+        assert done.returncode == code and words in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["planes", "exit"])
+def test_drafts_of_a_model_are_refused_as_in_python(
+    runner: Runner, bundle: Path, packed_bundle: Path, kind: str
+) -> None:
     for folder, words in ((bundle, ""), (packed_bundle, ", only for 'lookup'")):
         with pytest.raises(RequestError) as error:
-            load(folder, threads=1).generate_ids([1], speculate="planes")
+            load(folder, threads=1).generate_ids([1], speculate=kind)
         message = re.sub(", only for [^;]*", words, str(error.value))
-        refused(runner(folder, [1], "--speculate", "planes"), error.value.exit_code, message)
+        refused(runner(folder, [1], "--speculate", kind), error.value.exit_code, message)
     refused(runner(packed_bundle, [1], "--draft-tokens", 2), 2, "--draft-tokens: nothing drafts")
     for count in (0, 16):
         refused(runner(packed_bundle, [1], "--draft-tokens", count), 2, f"--draft-tokens {count}: must be from 1 to 15")

@@ -16,6 +16,8 @@ from typing import ClassVar
 from torch import Tensor
 from torch.fx import GraphModule
 
+from compressor.errors import UsageError
+from compressor.graph.model import ModelInfo
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan
@@ -43,7 +45,8 @@ class EarlyExit(WeightOptions, TrainingPass, Pass):
         exits: how many, evenly spaced, or a list of the numbers of blocks that run in front of each.
         agreement: share of all tokens that must be those of the whole model, which decides the thresholds.
         action: what confidence decides: ``exit`` takes a token where it is high, ``stop`` gives a text up where it
-            stays low, ``both`` does both.
+            stays low, ``both`` does both.  ``draft`` lets no token leave: the exit is trained for drafts that the
+            whole model verifies, those of ``speculate: exit``.
         hopeless: a text is given up at a confidence at which at most this share of the whole model's tokens was right.
         window: tokens whose mean confidence is asked for that.
         dropout: largest probability with which a sample leaves a block out in training, that of the last block.
@@ -78,14 +81,17 @@ class EarlyExit(WeightOptions, TrainingPass, Pass):
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:
         """Refuse models whose tokens cannot leave early, exits that are not inside, and what training refuses."""
-        self._exits(graph)
+        exits = self._exits(graph)
+        if self.action == "draft":
+            self._require_drafts(graph, exits)
         if self.steps:
             super().requires(graph, ctx)
 
     def plan(self, graph: GraphModule, ctx: Context) -> list[SitePlan]:
         """Say which linears are trained, and that tokens leave; only the run can tell at which confidence."""
         plans = super().plan(graph, ctx)
-        state_exits(graph, self._exits(graph))
+        if self.action != "draft":
+            state_exits(graph, self._exits(graph))
         return plans
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
@@ -103,6 +109,17 @@ class EarlyExit(WeightOptions, TrainingPass, Pass):
     ) -> tuple[TrainableGraph, Objective]:
         """Return the graph with its exits, and their loss."""
         return exit_training(graph, names, self._plan(self._exits(graph)), ctx.seed, device)
+
+    def _require_drafts(self, graph: GraphModule, exits: tuple[int, ...]) -> None:
+        """Refuse to train for drafts that the recipe does not ask for, or that leave elsewhere."""
+        info: ModelInfo = graph.meta["model"]
+        if not info.first_blocks:
+            raise UsageError(f"{self.name}: action draft trains for `speculate: exit`; add that to the recipe")
+        if exits != (info.first_blocks,):
+            raise UsageError(
+                f"{self.name}: exits behind {', '.join(map(str, exits))} blocks, and drafts leave behind "
+                f"{info.first_blocks}: give exits: [{info.first_blocks}], or another `layer` of `speculate`"
+            )
 
     def _wanted(self) -> Wanted:
         return Wanted(self.agreement, self.action, self.hopeless, self.window)

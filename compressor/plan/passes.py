@@ -112,6 +112,13 @@ def plan_passes(graph: GraphModule, recipe: Recipe, backend: Backend) -> Planned
         with _at(recipe, ("passes", index, recipe_name(step)), PASSES.name_of(step)):
             passes.append(_plan_pass(index + 1, step, meta, context, recipe))
             backend.check(meta)
+    if meta.meta["model"].first_blocks is not None and meta.meta["model"].stages:
+        raise recipe.problem(
+            ("speculate",),
+            f"{recipe.drafts}: tokens do not run all blocks, so the library is cut there, and cannot be cut for drafts "
+            "of its own layers as well; take another kind of drafts, or train exits for drafts alone (early_exit, "
+            "`action: draft`)",
+        )
     if recipe.drafts == "self":
         _check_self_drafts(recipe, backend)
     if recipe.drafts == SPARSE:

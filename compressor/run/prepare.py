@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from compressor.capture.capture import capture
 from compressor.codegen.backend import Backend, make_backend
 from compressor.data.load import load_data
+from compressor.errors import DriftError
 from compressor.graph.model import ModelInfo, clone_graph
 from compressor.host.cache import cache_folder
 from compressor.host.digests import code_digest, digest, model_fingerprint, tensors_sha256
@@ -35,6 +36,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from compressor.codegen.target import Target
+
+_LOCKED_DRAFTS: Mapping[str | None, tuple[str, str]] = {
+    "self": ("skips", "what drafts leave out"),
+    "auto": ("sparse_drafts", "whether drafts skip inputs"),
+}
+"""Kinds of drafts that measurements choose: the lock's key of the choice, and what it says."""
 
 
 @dataclass
@@ -151,6 +158,9 @@ def _first_lock(recipe: Recipe, target: Target, source: Any, locked: Mapping[str
     if not isinstance(source, str):
         lock.add_model(source, recipe.trust_remote_code)
     lock.check()
+    key, what = _LOCKED_DRAFTS.get(recipe.drafts, ("", ""))
+    if locked is not None and key and locked.get(key) in (None, []):
+        raise DriftError(f"--locked: the lock does not say {what}; run without --locked to make a new one")
     return lock
 
 

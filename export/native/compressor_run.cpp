@@ -54,16 +54,17 @@ constexpr int kShareCores = -3;  // TVM's kSpecifyThreadShareAllCore: threads ma
 constexpr const char* kPredict = "predict";  // the entry that predicts keys and values of a prompt
 constexpr const char *kStream = "stream", *kLogits = "logits";  // what parts give
 constexpr const char* kPlanes = "planes";  // the kind of drafts, and the entry that reads upper planes alone
+constexpr const char *kExit = "exit", *kRest = "rest";  // the kind of drafts, and the entry of the layers behind the first
 constexpr const char* kUsage =
-    "usage: compressor_run BUNDLE --ids 1,2,3 [--max-tokens N] [--threads T] [--speculate lookup|planes|off]\n"
+    "usage: compressor_run BUNDLE --ids 1,2,3 [--max-tokens N] [--threads T] [--speculate lookup|planes|exit|off]\n"
     "                      [--draft-tokens N] [--logits FILE]\n"
     "  BUNDLE        the folder that `compress run` wrote\n"
     "  --ids         the prompt's token ids\n"
     "  --max-tokens  at most so many new tokens (default: 64); each is the likeliest one\n"
     "  --threads     threads that check the files and run the kernels (default: the physical cores available)\n"
     "  --speculate   drafts tokens, and verifies several in a step where that is faster; the ids are the same: lookup\n"
-    "                from the text, planes from the upper halves of the weights' codes (default: as the bundle's\n"
-    "                recipe says, lookup where it says auto, off where it says another kind)\n"
+    "                from the text, planes from the upper halves of the weights' codes, exit from the first layers\n"
+    "                (default: as the bundle's recipe says, lookup where it says auto, off where it says another kind)\n"
     "  --draft-tokens  draft so many tokens in each round whether that pays or not, to measure\n"
     "  --logits      write the float32 logits after the prompt to FILE, as they are in memory\n";
 
@@ -359,10 +360,12 @@ void check_files(const fs::path& root, const json::Object& manifest, int threads
        "); copy the bundle again");
 }
 
-// A part of what verifies tokens: an entry, the names of its arguments and of its results.
+// A part of what verifies tokens: an entry, the names of its arguments and of its results, and the axis along which
+// tokens lie in each of these, -1 where it is the same for all.
 struct Part {
   std::string entry;
   std::vector<ffi::String> takes, gives;
+  Sizes axes;
 };
 
 struct Model {
@@ -387,8 +390,10 @@ std::vector<Part> read_parts(const json::Object& manifest, const json::Object& f
   }
   bool fits = true;
   for (const json::Object& part : items<json::Object>(facts, "parts")) {
-    Part read{field<ffi::String>(part, "entry"), items<ffi::String>(part, "takes"), items<ffi::String>(part, "gives")};
+    Part read{field<ffi::String>(part, "entry"), items<ffi::String>(part, "takes"), items<ffi::String>(part, "gives"),
+              items<int64_t>(part, "axes")};
     fits = fits && entries.count(ffi::String(read.entry)) != 0 && !read.gives.empty();
+    fits = fits && read.axes.size() == read.gives.size();
     for (const ffi::String& name : read.takes) fits = fits && known.count(name) != 0;
     known.insert(read.gives.begin(), read.gives.end());
     parts.push_back(std::move(read));
@@ -482,6 +487,36 @@ ffi::Tensor tensor(const Sizes& values) {
   Bytes bytes = zeros(values.size() * sizeof(int64_t));
   std::memcpy(bytes.get(), values.data(), values.size() * sizeof(int64_t));
   return tensor(bytes, {int64_t(values.size())}, {kDLInt, 64, 1});
+}
+
+// Several tensors as one, each behind the one before along an axis.
+ffi::Tensor joined(const std::vector<ffi::Tensor>& pieces, size_t axis) {
+  Sizes shape(pieces[0].shape().begin(), pieces[0].shape().end());
+  bool fits = axis < shape.size();
+  auto rest = [axis](ffi::ShapeView sizes) {
+    Sizes others(sizes.begin(), sizes.end());
+    if (axis < others.size()) others[axis] = 0;
+    return others;
+  };
+  for (size_t i = 1; i < pieces.size() && fits; ++i) {
+    fits = pieces[i].dtype() == pieces[0].dtype() && rest(pieces[i].shape()) == rest(pieces[0].shape());
+    if (fits) shape[axis] += pieces[i].shape()[axis];
+  }
+  for (const ffi::Tensor& piece : pieces) fits = fits && piece.IsContiguous();
+  if (!fits) fail(kUnusable, "model.so: what its parts return does not fit together; compress again");
+  auto product = [](auto begin, auto end) { return std::accumulate(begin, end, int64_t(1), std::multiplies<int64_t>()); };
+  int64_t outer = product(shape.begin(), shape.begin() + int64_t(axis));
+  int64_t inner = product(shape.begin() + int64_t(axis) + 1, shape.end()) * (pieces[0].dtype().bits / 8);
+  Bytes bytes = zeros(size_t(outer * shape[axis] * inner));
+  uint8_t* target = bytes.get();
+  for (int64_t row = 0; row < outer; ++row) {
+    for (const ffi::Tensor& piece : pieces) {
+      size_t size = size_t(piece.shape()[axis] * inner);
+      std::memcpy(target, static_cast<const uint8_t*>(piece.data_ptr()) + size_t(row) * size, size);
+      target += size;
+    }
+  }
+  return tensor(bytes, shape, pieces[0].dtype());
 }
 
 struct Entry {
@@ -699,16 +734,33 @@ class Session {
     return call(entry, {token}, {positions, {0}, {-1}, {0}, positions}, 1);
   }
 
+  // Logits [V] after a drafted token by the first layers, as `draft`; tokens that are verified go on from there.
+  std::vector<float> draft_first(int64_t token, size_t ahead) {
+    int64_t position = make_room({token}, int64_t(ahead)).front();
+    part(0, {token}, position);
+    drafted_.resize(ahead);
+    drafted_.push_back({token, values_});
+    part(model_.parts.size() - 1, {}, 0);
+    return floats(values_.at(kLogits));
+  }
+
   // Logits [S, V] after each of a chain of drafted tokens, none of which is appended.
   std::vector<float> verify(const Sizes& ids) {
     Sizes positions = make_room(ids), order(ids.size()), parents(ids.size()), slots(ids.size());
+    if (go_on_from_draft(ids)) {
+      for (size_t index = 1; index < model_.parts.size(); ++index) part(index, ids, position_);
+      return floats(values_.at(kLogits));
+    }
     std::iota(order.begin(), order.end(), 0);
     std::iota(parents.begin(), parents.end(), -1);
     return call("verify", ids, {positions, order, parents, slots, positions}, ids.size());
   }
 
   // Appends the first of the tokens just verified; a chain's keys and values lie where a step would write them.
-  void accept(size_t count) { position_ += int64_t(count); }
+  void accept(size_t count) {
+    position_ += int64_t(count);
+    drafted_.clear();
+  }
 
   int64_t left() const { return model_.limit - position_; }
 
@@ -721,37 +773,66 @@ class Session {
 
   // The stages of tokens that are appended already.
   early::Stages stages() {
-    auto of = [](const ffi::Tensor& rows) {
-      if (rows.dtype() != DLDataType{kDLFloat, 32, 1} || !rows.IsContiguous() || rows.numel() == 0) {
-        fail(kUnusable, "model.so: one of its parts returns no float32 rows; compress again");
-      }
-      auto* data = static_cast<const float*>(rows.data_ptr());
-      return std::vector<float>(data, data + rows.numel());
-    };
     auto put = [this](const early::Rows& rows, size_t count) {
       Bytes bytes = zeros(rows.size() * sizeof(float));
       std::memcpy(bytes.get(), rows.data(), rows.size() * sizeof(float));
       values_[kStream] = tensor(bytes, {1, int64_t(count), int64_t(rows.size() / count)}, {kDLFloat, 32, 1});
     };
-    auto begin = [this, of](const Sizes& ids, int64_t first) {
+    auto begin = [this](const Sizes& ids, int64_t first) {
       part(0, ids, first);
-      return of(values_.at(kStream));
+      return floats(values_.at(kStream));
     };
-    auto run = [this, of, put](size_t number, const Sizes& ids, int64_t first, const early::Rows& stream) {
+    auto run = [this, put](size_t number, const Sizes& ids, int64_t first, const early::Rows& stream) {
       if (ids != begun_ || first != first_) part(0, ids, first);  // what stages share depends on the places
       put(stream, ids.size());
       part(1 + number, ids, first);
-      return of(values_.at(kStream));
+      return floats(values_.at(kStream));
     };
-    auto end = [this, of, put](const early::Rows& row) {
+    auto end = [this, put](const early::Rows& row) {
       put(row, 1);
       part(model_.parts.size() - 1, {}, 0);
-      return of(values_.at(kLogits));
+      return floats(values_.at(kLogits));
     };
     return {begin, run, end};
   }
 
  private:
+  using Values = std::map<std::string, ffi::Tensor>;
+
+  // A drafted token, and what the first part gave of it.
+  struct Drafted {
+    int64_t token;
+    Values values;
+  };
+
+  static std::vector<float> floats(const ffi::Tensor& rows) {
+    if (rows.dtype() != DLDataType{kDLFloat, 32, 1} || !rows.IsContiguous() || rows.numel() == 0) {
+      fail(kUnusable, "model.so: one of its parts returns no float32 rows; compress again");
+    }
+    auto* data = static_cast<const float*>(rows.data_ptr());
+    return std::vector<float>(data, data + rows.numel());
+  }
+
+  // Brings tokens to where the first part ends, as far as a draft has read them with what it left; false where it has
+  // read none.
+  bool go_on_from_draft(const Sizes& ids) {
+    size_t known = 0;
+    while (known < std::min(ids.size(), drafted_.size()) && drafted_[known].token == ids[known]) ++known;
+    if (known == 0) return false;
+    if (known < ids.size()) {
+      part(0, Sizes(ids.begin() + int64_t(known), ids.end()), position_ + int64_t(known));
+    }
+    const Part& first = model_.parts[0];
+    for (size_t i = 0; i < first.gives.size(); ++i) {
+      std::vector<ffi::Tensor> pieces;
+      for (size_t place = 0; place < known; ++place) pieces.push_back(drafted_[place].values.at(first.gives[i]));
+      if (known < ids.size()) pieces.push_back(values_.at(first.gives[i]));
+      values_[first.gives[i]] = first.axes[i] < 0 ? pieces[0] : joined(pieces, size_t(first.axes[i]));
+    }
+    drafted_.clear();
+    return true;
+  }
+
   // Runs a part of the model on tokens in a row, or on the stream alone; what it gives is kept by name.
   void part(size_t index, const Sizes& ids, int64_t first) {
     const Part& facts = model_.parts[index];
@@ -772,13 +853,20 @@ class Session {
       } else {
         arguments.push_back(tensor(name == "parent" ? parents
                                    : name == "slot" ? Sizes(ids.size())
-                                   : name == "keep" ? Sizes{0}
+                                   : name == "keep" ? every_row()
                                                     : positions));
       }
     }
     std::vector<ffi::Tensor> found = kernels_.results(facts.entry, std::move(arguments), facts.gives.size());
     for (size_t i = 0; i < facts.gives.size(); ++i) values_[facts.gives[i]] = found[i];
     if (index == 0) begun_ = ids, first_ = first;
+  }
+
+  Sizes every_row() const {  // of the stream [1, T, C]
+    ffi::ShapeView shape = values_.at(kStream).shape();
+    Sizes rows(shape.size() < 2 ? 0 : size_t(shape[1]));
+    std::iota(rows.begin(), rows.end(), 0);
+    return rows;
   }
 
   // Appends the first tokens with predicted keys and values: float32 [2 * layers, 1, heads, tokens, width].
@@ -869,7 +957,8 @@ class Session {
   const Model& model_;
   std::vector<Bytes> caches_;
   int64_t position_ = 0, capacity_ = 0;
-  std::map<std::string, ffi::Tensor> values_;  // that parts gave, by name
+  Values values_;  // that parts gave, by name
+  std::vector<Drafted> drafted_;  // behind the stored tokens, one behind another
   Sizes begun_;  // tokens that the first part read last, from this position on
   int64_t first_ = 0;
 };
@@ -939,9 +1028,9 @@ Options read_options(const std::vector<std::string>& arguments) {
   if (options.threads && (*options.threads < 1 || *options.threads > CPU_SETSIZE)) {
     fail(kBadRequest, "--threads ", *options.threads, ": must be from 1 to ", CPU_SETSIZE);
   }
-  static const std::set<std::string> kinds = {"", "lookup", kPlanes, "off"};
+  static const std::set<std::string> kinds = {"", "lookup", kPlanes, kExit, "off"};
   if (kinds.count(options.speculate) == 0) {
-    fail(kBadRequest, "--speculate '", options.speculate, "': give 'lookup', 'planes' or 'off'");
+    fail(kBadRequest, "--speculate '", options.speculate, "': give 'lookup', 'planes', 'exit' or 'off'");
   }
   if (int64_t most = speculation::kMostDrafted, count = options.draft_tokens.value_or(1); count < 1 || count > most) {
     fail(kBadRequest, "--draft-tokens ", count, ": must be from 1 to ", most);
@@ -954,8 +1043,10 @@ std::unique_ptr<speculation::Drafts> make_drafts(const Options& options, const M
                                                  Session& session) {
   std::string kind = options.speculate;
   if (kind.empty()) kind = model.speculate == "auto" ? "lookup" : model.speculate;
-  if (kind != "lookup" && kind != kPlanes) {  // this runner has no others
-    if (options.draft_tokens) fail(kBadRequest, "--draft-tokens: nothing drafts; give --speculate lookup, or planes");
+  if (kind != "lookup" && kind != kPlanes && kind != kExit) {  // this runner has no others
+    if (options.draft_tokens) {
+      fail(kBadRequest, "--draft-tokens: nothing drafts; give --speculate lookup, planes or exit");
+    }
     return nullptr;
   }
   auto refuse = [&](const char* why, const char* target) {
@@ -965,7 +1056,11 @@ std::unique_ptr<speculation::Drafts> make_drafts(const Options& options, const M
   if (!kernels.has("verify")) refuse("verify drafted tokens", " (target x86)");
   auto length = options.draft_tokens ? std::optional<size_t>(*options.draft_tokens) : std::nullopt;
   if (kind == "lookup") return std::make_unique<lookup::Lookup>(length);
-  if (!kernels.has(kPlanes)) refuse("draft so, only for 'lookup'", "");
+  if (!kernels.has(kind == kExit ? kRest : kPlanes)) refuse("draft so, only for 'lookup'", "");
+  if (kind == kExit) {
+    auto first = [&session](int64_t token, size_t ahead) { return session.draft_first(token, ahead); };
+    return std::make_unique<chain::Chain>(kExit, first, length);
+  }
   auto step = [&session](int64_t token, size_t ahead) { return session.draft(kPlanes, token, ahead); };
   return std::make_unique<chain::Chain>(kPlanes, step, length);
 }

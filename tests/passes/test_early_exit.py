@@ -162,6 +162,9 @@ def test_what_a_bundle_is_told(llama: GraphModule) -> None:
     assert stops.blocks == (3,) and stops.thresholds == (NEVER,)
     behind = run(llama, Rtn("W8A8"), EarlyExit(steps=0)).meta["model"].exits
     assert behind.blocks == (3,)
+    drafts = Context(samples=SAMPLES)
+    assert run(llama, EarlyExit(steps=0, action="draft"), ctx=drafts).meta["model"].exits is None
+    assert any("after 3 of 5 blocks, on held-out samples: agreement" in note for note in drafts.notes)
 
 
 @pytest.mark.parametrize(

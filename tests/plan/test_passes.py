@@ -107,6 +107,29 @@ def test_drafts_where_no_kernel_verifies_them(target: str) -> None:
         mark_entries(GraphModule({}, Graph()), recipe)
 
 
+@pytest.mark.parametrize(
+    ("drafts", "step"),
+    [("exit", "early_exit: {exits: [3], steps: 0}"), ("self", "skip_decode: {depths: [[0, 5], [64, 3]]}")],
+)
+def test_drafts_of_own_layers_where_tokens_do_not_run_all_blocks(drafts: str, step: str, tmp_path: Path) -> None:
+    """A library is cut into parts in one way."""
+    error = refusal(tmp_path, f"model: reference\ncalibration: python_docs\npasses:\n  - {step}\nspeculate: {drafts}\n")
+    assert f"recipe.yaml:5: speculate: {drafts}: tokens do not run all blocks, so the library is cut there" in error
+
+
+@pytest.mark.parametrize(
+    ("drafts", "said"),
+    [
+        ("lookup", "trains for `speculate: exit`"),
+        ("exit", "exits behind 3 blocks, and drafts leave behind 2: give exits: [2]"),
+    ],
+)
+def test_exits_for_drafts_that_leave_elsewhere(drafts: str, said: str, tmp_path: Path) -> None:
+    step = "early_exit: {exits: [3], action: draft}"
+    error = refusal(tmp_path, f"model: reference\ncalibration: python_docs\npasses:\n  - {step}\nspeculate: {drafts}\n")
+    assert "recipe.yaml:4: passes.0.early_exit: " in error and said in error
+
+
 def test_drafts_that_a_run_time_lacks() -> None:
     recipe = compressor.Recipe.from_dict({"speculate": "recycle", "target": "webgpu", "passes": []})
     with pytest.raises(RecipeError, match="the target webgpu has no drafts recycle; take lookup or auto"):

@@ -12,7 +12,7 @@ from compressor_runtime.speculation.pace import Always
 
 from compressor.cli.contents import inspect_path
 from compressor.cli.show_run import show_inspection
-from compressor.errors import RecipeError
+from compressor.errors import DriftError, RecipeError
 from compressor.host.resources import resource
 from compressor.recipe.recipe import load_recipe
 from compressor.run.job import run_recipe
@@ -24,7 +24,7 @@ RECIPE = resource("recipes") / "speculate_self_x86.yaml"
 
 @pytest.mark.usefixtures("no_speed")
 def test_the_bundle_says_what_its_drafts_leave_out_repeats_locked_and_gives_the_text_of_plain_steps(
-    short_reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    short_reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides = [f"model={short_reference}", "tune=off", "calibration.samples=4", "evaluation.tokens=64"]
     outcome = run_recipe(load_recipe(RECIPE, overrides), tmp_path / "bundle", threads=1)
@@ -50,6 +50,12 @@ def test_the_bundle_says_what_its_drafts_leave_out_repeats_locked_and_gives_the_
     again = run_recipe(load_recipe(RECIPE, overrides), tmp_path / "again", threads=1, locked=locked)
     assert not any("speculate: self" in remark for remark in again.remarks)  # nothing was measured
     assert (again.bundle / "manifest.json").read_bytes() == (outcome.bundle / "manifest.json").read_bytes()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("compressor.run.prepare.capture", None)  # refused before the model is read
+        lacking = {key: value for key, value in locked.items() if key != "skips"}
+        with pytest.raises(DriftError, match="--locked: the lock does not say what drafts leave out"):
+            run_recipe(load_recipe(RECIPE, overrides), tmp_path / "never", threads=1, locked=lacking)
 
     one = skips[0]
     for wrong in ([], [{**one, "without": ["ffn_9"]}], [{**one, "cost": -1.0}], [{**one, "agreement": 1}], [{}]):

@@ -147,8 +147,6 @@ def _parts(graph: GraphModule, info: ModelInfo) -> list[Entry]:
     """Export the parts of what verifies tokens, none where the model does not draft with its own layers."""
     if info.first_blocks is None and not info.stages:
         return []
-    if info.first_blocks is not None and info.stages:
-        raise VerificationError(f"{info.name}: its tokens leave early, so it cannot draft with its own layers as well")
     if reason := why_no_parts(graph, info.first_blocks or 0):
         raise VerificationError(f"{info.name}: no parts to draft with: {reason}; take another kind of drafts")
     (ids, position, keep, keys, values), (_, tokens, rows, *_) = example_call(info)

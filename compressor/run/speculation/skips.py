@@ -14,7 +14,6 @@ import numpy as np
 from torch import Tensor
 
 from compressor.codegen.backend import Written
-from compressor.errors import DriftError
 from compressor.evaluate.models import BundleProcess
 from compressor.export.bundle import write_bundle
 from compressor.export.facts import BundleFacts
@@ -34,10 +33,6 @@ def write_with_skips(given: Prepared, folder: Path, written: Written, facts: Bun
     if given.recipe.drafts != "self":
         return manifest
     locked = given.lock.locked
-    if locked is not None and not locked.get("skips"):
-        raise DriftError(
-            "--locked: the lock does not say what drafts leave out; run without --locked to make a new one"
-        )
     chosen = _chosen(given, folder) if locked is None else locked["skips"]
     given.lock.facts["skips"] = chosen
     (folder / "manifest.json").unlink()  # it is not a file that a manifest lists

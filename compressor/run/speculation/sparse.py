@@ -5,8 +5,6 @@ packed linears -> thresholds, agreement on calibration text, times of the larges
 
 from __future__ import annotations
 
-from typing import Any
-
 from compressor_runtime import available_cores
 from compressor_runtime.speculation.cost import Forecast, forecast
 from torch import Tensor
@@ -14,7 +12,6 @@ from torch.fx import GraphModule
 
 from compressor.codegen.skipping_times import skipping_seconds
 from compressor.codegen.tuning import WORKING_SET_BYTES
-from compressor.errors import DriftError
 from compressor.evaluate.quality import GraphLogits, measure_quality
 from compressor.graph.kinds.sparse_drafts import SPARSE, limit_drafts, may_draft_sparse
 from compressor.graph.model import clone_graph, weight_bytes
@@ -38,13 +35,14 @@ def add_sparse_drafts(given: Prepared, graph: GraphModule) -> None:
     ``auto`` takes such drafts if the kernels of this machine let them pay beside the format as it is; the choice is
     locked.  Asked for by name, they are made, and what is expected of them is noted.
     """
-    sites, kind, locked = may_draft_sparse(graph), given.recipe.drafts, given.lock.locked
+    kind, locked = given.recipe.drafts, given.lock.locked
+    if kind not in (SPARSE, _AUTO):
+        return
+    sites = may_draft_sparse(graph)
     backend: object = given.backend  # browsers have no such drafts
     is_timed = isinstance(backend, NativeBackend) and backend.runs_here and backend.timed
-    is_candidate = kind == _AUTO and sites and given.context.samples is not None and is_timed
-    if not (kind == SPARSE or is_candidate):
-        return
-    if kind == _AUTO and locked is not None and not _locked(locked):
+    is_candidate = sites and given.context.samples is not None and is_timed
+    if kind == _AUTO and (not is_candidate or (locked is not None and not locked["sparse_drafts"])):
         given.lock.facts["sparse_drafts"] = False
         return
     asked = given.recipe.speculate
@@ -59,7 +57,7 @@ def add_sparse_drafts(given: Prepared, graph: GraphModule) -> None:
         expected = _expected(given, graph, max(sites, key=_size), share, agreement)
         verdict = f"acceptance {agreement:.2g}" if expected is None else f"{expected}"
         if kind == _AUTO:
-            takes = expected is not None and expected.pays if locked is None else _locked(locked)
+            takes = expected is not None and expected.pays if locked is None else bool(locked["sparse_drafts"])
             given.lock.facts["sparse_drafts"] = takes
             given.context.notes.append(f"speculate: auto, {'with' if takes else 'without'} sparse: {verdict}")
             if not takes:
@@ -71,13 +69,6 @@ def add_sparse_drafts(given: Prepared, graph: GraphModule) -> None:
     for site, skipped, error in found:
         note = f"drafts skip {skipped:.1%} of its inputs, an error of {error:.2g}"
         extend_record(given.context, site.name, stored[site.name], note)
-
-
-def _locked(locked: Any) -> bool:
-    """Return whether the locked run took such drafts."""
-    if "sparse_drafts" not in locked:
-        raise DriftError("--locked: the lock does not say whether drafts skip inputs; run without --locked")
-    return bool(locked["sparse_drafts"])
 
 
 def _size(site: Site) -> int:

@@ -17,8 +17,9 @@ from compressor.numerics.depth.thresholds import NEVER, choose_giving_up, choose
 from compressor.pipeline.context import Context
 from compressor.training.exits.measure import ExitFigures, head_cost, measure_exits
 
-Action: TypeAlias = Literal["exit", "stop", "both"]
-"""Choices that confidence makes: whether a token leaves, whether a text is given up, or both."""
+Action: TypeAlias = Literal["exit", "stop", "both", "draft"]
+"""Choices that confidence makes: whether a token leaves, whether a text is given up, or both; none where exits only
+draft."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def set_exits(
 ) -> None:
     """Choose thresholds, and state them in the facts about the model; note what exits are like before and now.
 
-    Half of the samples chooses, and the other half checks.
+    Half of the samples chooses, and the other half checks.  Exits that only draft have no thresholds.
 
     Args:
         exits: numbers of blocks in front of each.
@@ -58,6 +59,8 @@ def set_exits(
     half = (len(held_out) + 1) // 2
     ours, others = figures.part(slice(half)), figures.part(slice(half, None))
     ctx.notes += _compared(exits, blocks, before, figures)
+    if wanted.action == "draft":
+        return
     thresholds, head, give_up = (NEVER,) * len(exits), head_cost(graph), 0.0
     if wanted.action != "stop":
         confidence, agrees = ours.confidence.flatten(1), ours.agrees.flatten(1)
