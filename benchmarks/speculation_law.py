@@ -37,8 +37,9 @@ from compressor_runtime import Bundle, load
 from compressor_runtime.generation import checked_sampler
 from compressor_runtime.speculation.counts import Speculation
 from compressor_runtime.speculation.drafts import Drafts
-from compressor_runtime.speculation.engine import Engine, Text
+from compressor_runtime.speculation.engine import Engine
 from compressor_runtime.speculation.pace import Always
+from compressor_runtime.speculation.text import Text
 from compressor_runtime.speculation.tree import Wish
 from quality_row import load_texts
 from torch.fx import GraphModule

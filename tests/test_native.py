@@ -387,6 +387,12 @@ def test_a_text_ends_in_a_run_of_drafted_tokens(
             refused(run, 4, "`speculate` has a value that cannot be")
         else:
             assert ids_of(run) == expected[:5] and not run.stderr
+    lossy = {"speculate": "sparse", "lossy": {"tolerance": 0.5}}
+    edit_manifest(copy, lambda manifest: manifest["model"].update(lossy))
+    refused(
+        runner(copy, prompt, "--max-tokens", 5), 2, "its recipe asks for lossy drafts, which this runner lacks; give"
+    )
+    assert ids_of(runner(copy, prompt, "--max-tokens", 5, "--speculate", "off")) == expected[:5]
 
 
 def test_a_bundle_that_verifies_nothing_refuses_drafts_as_in_python(runner: Runner, bundle: Path) -> None:

@@ -47,8 +47,8 @@ DAYS = _Days(0)
 @click.option(
     "--speculate",
     metavar="KIND",
-    help="Draft tokens (lookup, recycle, auto, ...; off does not), and verify several in a step: the text is the same. "
-    "As the bundle's recipe says, if left out.",
+    help="Draft tokens (lookup, recycle, auto, ...; off does not), and verify several in a step: the text is the same, "
+    "unless the bundle says that such drafts are lossy. As its recipe says, if left out.",
 )
 @threads_option
 @json_option

@@ -104,7 +104,7 @@ def _contents(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "bundle_bytes": manifest["bundle_bytes"],
         **cache,
         "entries": list(manifest.get("entries", ["main"])),
-        **{key: model[key] for key in ("speculate", "skips") if key in model},
+        **{key: model[key] for key in ("speculate", "skips", "lossy") if key in model},
         **{key: list(manifest[key]) for key in ("cpu_features", "engines", "cuda_capabilities") if key in manifest},
         "formats": _totals(manifest["sites"]),
         "sites": [{key: site[key] for key in keys} for site in manifest["sites"]],

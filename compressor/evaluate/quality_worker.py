@@ -9,6 +9,7 @@ logits, with the source, float32, and ids, int64; or by ``{"samples": N, "most":
 samples, float32: then the answer is a line with the tokens.  A decoder continues prompts, int64, after
 ``{"prompts": [B, S], "count": N}``: the answer is a line with the tokens.  Of a decoder in parts, ``{"parts": [B, S]}``
 asks for their times behind a text, int64, and with ``"without"``, lists of parts, how often the others agree with all.
+``{"lossy": [B, S], "count": N}`` asks how continuations of prompts, int64, with lossy drafts compare with others.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ def main() -> int:
                 continue
             if isinstance(shape, dict) and "parts" in shape:
                 _skip(bundle, shape, requests, send)
+                continue
+            if isinstance(shape, dict) and "lossy" in shape:
+                _lose(bundle, shape, requests, send)
                 continue
             if isinstance(shape, dict):
                 _listen(bundle, shape, requests, send)
@@ -116,6 +120,14 @@ def _skip(bundle: Any, asked: dict[str, Any], requests: BinaryIO, send: Callable
     names = [part["entry"] for part in bundle.model["parts"][1:-1]]
     seconds = part_times(bundle, prompt)
     send({"names": names, "seconds": seconds, "step_s": times[0], "verification": verification})
+
+
+def _lose(bundle: Any, asked: dict[str, Any], requests: BinaryIO, send: Callable[..., None]) -> None:
+    """Answer a request about lossy drafts."""
+    from compressor_runtime.speculation.measure import lossy_texts
+
+    prompts = np.frombuffer(requests.read(8 * math.prod(asked["lossy"])), np.int64).reshape(asked["lossy"])
+    send(lossy_texts(bundle, prompts.tolist(), asked["count"]))
 
 
 def _early(bundle: Any, ids: Any, room: int) -> Any:

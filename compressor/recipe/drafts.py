@@ -32,10 +32,13 @@ class SparseSpec(Section):
     Attributes:
         kind: ``sparse``.
         sparsity: share of the weights that a draft does not read, above 0 and at most 0.95.
+        tolerance: greedy texts take drafted tokens that are at least 1 - tolerance times as likely as the likeliest;
+            0 to 1, and above 0 they are lossy.
     """
 
     kind: Literal["sparse"]
     sparsity: StrictFloat = Field(default=DEFAULT_SPARSITY, gt=0, le=0.95)
+    tolerance: StrictFloat = Field(default=0.0, ge=0, le=1)
 
 
 def read_drafts(given: Any) -> Any:
@@ -47,7 +50,8 @@ def read_drafts(given: Any) -> Any:
         try:
             return spec.model_validate(dict(given))
         except ValidationError as error:
-            options = "{kind: exit, layer: 1 or more} and {kind: sparse, sparsity: above 0, at most 0.95}"
+            sparse = "{kind: sparse, sparsity: above 0, at most 0.95, tolerance: 0 to 1}"
+            options = f"{{kind: exit, layer: 1 or more}} and {sparse}, which alone may be lossy"
             raise ValueError(f"{dict(given)!r:.80}: options are {options}") from error
     from compressor_runtime.speculation.kinds.registry import SPECULATIONS  # the run-time: only where it is asked
 

@@ -48,7 +48,7 @@ from compressor.recipe.recipe import Recipe, load_recipe
 from compressor.run.clock import Clock
 from compressor.run.outcome import Outcome
 from compressor.run.prepare import Prepared, prepare
-from compressor.run.speculation.skips import write_with_skips
+from compressor.run.speculation.lossy import write_with_drafts
 from compressor.run.speculation.sparse import add_sparse_drafts
 from compressor.runtime import Bundle, BundleError, RequestError, load, thread_count
 from compressor.verify.independence.check import Independence, check_independence
@@ -171,7 +171,7 @@ def _run(given: Prepared, destination: Path, rejected: Path, dump: Path | None, 
             written = given.backend.write(partial, graph, independence.independent)
             dense_bytes, lock = weight_bytes(given.dense_graph()), given.lock.text()
             facts = run_facts(graph, given.recipe, given.context, dense_bytes, lock)
-            manifest = write_with_skips(given, partial, written, facts)
+            manifest = write_with_drafts(given, partial, written, facts)
         del graph
         measured = _measure(given, partial, manifest, independence)
         outcome = _judge(given, destination, partial, measured)
@@ -242,7 +242,7 @@ def _measure(given: Prepared, bundle: Path, manifest: Mapping[str, Any], indepen
     """Check a bundle's kernels, and measure its quality and speed, as far as this machine can run it."""
     backend, clock, info = given.backend, given.clock, given.info
     result = _Measured({key: manifest[key] for key in SIZES}, list(backend.notes))
-    result.metrics |= _cache_sizes(info, manifest["model"])
+    result.metrics |= {**_cache_sizes(info, manifest["model"]), **manifest["model"].get("lossy", {})}
     result.metrics["batch_independent"] = independence.independent
     if not independence.independent:
         result.notes.append(f"batch entries are {independence}")

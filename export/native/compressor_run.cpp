@@ -376,6 +376,7 @@ struct Model {
   std::string speculate;  // drafts that the recipe asks for; empty for none
   std::vector<Part> parts = {};
   std::optional<early::Facts> exits = {};  // where tokens leave early
+  bool lossy = false;  // the drafts that the recipe asks for change texts
   int64_t predicts = 0;  // layers whose caches the entry `predict` takes as scratch; 0 where there is none
 };
 
@@ -433,6 +434,7 @@ Model read_model(const fs::path& root, const json::Object& manifest) {
   if (known.count(model.speculate) == 0) {
     fail(kDamaged, "manifest.json: `speculate` has a value that cannot be; copy the bundle again");
   }
+  model.lossy = facts.count(ffi::String("lossy")) != 0;
   model.predicts = field_or<int64_t>(facts, "predicts", 0);
   if (model.predicts < 0 || (model.predicts != 0 && model.predicts >= model.layers)) {
     fail(kDamaged, "manifest.json: `predicts` has a value that cannot be; copy the bundle again");
@@ -1042,6 +1044,10 @@ Options read_options(const std::vector<std::string>& arguments) {
 std::unique_ptr<speculation::Drafts> make_drafts(const Options& options, const Model& model, const Kernels& kernels,
                                                  Session& session) {
   std::string kind = options.speculate;
+  if (kind.empty() && model.lossy) {
+    fail(kBadRequest, options.bundle.string(), ": its recipe asks for lossy drafts, which this runner lacks; give ",
+         "--speculate off or lookup for the text without tolerance, or run it from Python");
+  }
   if (kind.empty()) kind = model.speculate == "auto" ? "lookup" : model.speculate;
   if (kind != "lookup" && kind != kPlanes && kind != kExit) {  // this runner has no others
     if (options.draft_tokens) {

@@ -24,9 +24,10 @@ from compressor_runtime.depth.tokens import early_steps
 from compressor_runtime.generation import Depth, checked_sampler
 from compressor_runtime.speculation.counts import Speculation as Counts
 from compressor_runtime.speculation.drafts import Drafts
-from compressor_runtime.speculation.engine import Engine, Text
+from compressor_runtime.speculation.engine import Engine
 from compressor_runtime.speculation.measure import measure_drafts
 from compressor_runtime.speculation.pace import Always
+from compressor_runtime.speculation.text import Text
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.fx import GraphModule

@@ -68,7 +68,18 @@ def test_what_cannot_draft_so_is_refused_with_the_line(changes: dict[str, Any], 
         plan_passes(graph, recipe, make_backend(recipe.target.build()))
 
 
-@pytest.mark.parametrize("wrong", [{"sparsity": 0}, {"sparsity": 0.99}, {"sparsity": "0.5"}, {"layer": 1}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"sparsity": 0}, {"sparsity": 0.99}, {"sparsity": "0.5"}, {"layer": 1}, {"tolerance": 1.1}, {"tolerance": -0.1}],
+)
 def test_options_are_checked(wrong: dict[str, Any]) -> None:
-    with pytest.raises(RecipeError, match=r"speculate: .*\{kind: sparse, sparsity: above 0, at most 0.95\}"):
+    with pytest.raises(
+        RecipeError, match=r"speculate: .*\{kind: sparse, sparsity: above 0, at most 0.95, tolerance: 0 to 1\}"
+    ):
         Recipe.from_dict({"passes": [], "speculate": {"kind": "sparse", **wrong}})
+
+
+@pytest.mark.parametrize("kind", ["exit", "lookup", "auto"])
+def test_other_drafts_have_no_tolerance(kind: str) -> None:
+    with pytest.raises(RecipeError, match=r"speculate: .*tolerance: 0 to 1\}, which alone may be lossy"):
+        Recipe.from_dict({"passes": [], "speculate": {"kind": kind, "tolerance": 0.1}})

@@ -18,11 +18,12 @@ from compressor_runtime.device.host import Host
 from compressor_runtime.generation import Sampler, next_tokens
 from compressor_runtime.speculation.counts import Speculation
 from compressor_runtime.speculation.drafts import Drafts
-from compressor_runtime.speculation.engine import Engine, Text
+from compressor_runtime.speculation.engine import Engine
 from compressor_runtime.speculation.kinds.registry import served
 from compressor_runtime.speculation.kinds.skips import through
 from compressor_runtime.speculation.measure import agreements
 from compressor_runtime.speculation.pace import Always
+from compressor_runtime.speculation.text import Text
 from kernel_cases import Program
 from numpy.typing import NDArray
 from tiny_models import DECODERS, build, quantized, relative_error

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 from compressor_runtime import RequestError
-from compressor_runtime.generation import next_tokens
-from compressor_runtime.speculation.engine import Sampler
+from compressor_runtime.generation import Sampler, next_tokens
 
 
 class ToyTarget:

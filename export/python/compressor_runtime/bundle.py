@@ -264,13 +264,14 @@ class Bundle:
             seed: makes sampling repeatable.
             stop: token ids and strings that end the text; they are not part of it.
             speculate: one of :attr:`speculations` drafts tokens, and verifies several in a step where that is faster;
-                the text is that of the whole model.  "off" does not; None does as the bundle's recipe says.
+                the text is that of the whole model, unless the manifest says that greedy ones are ``lossy``.  "off"
+                does not; None does as the bundle's recipe says.
         Raises:
             RequestError: an argument out of range, too long a prompt, or drafts that the bundle cannot verify.
         """
         self._check_generates()
         (ends, texts), ids = stops_of(stop), self._prompt_ids(prompt) if self._reads_tokens else []
-        sampler, counts = checked_sampler(temperature, top_k, top_p, seed), counts_of(self, speculate)
+        sampler, counts = checked_sampler(temperature, top_k, top_p, seed), counts_of(self, speculate, temperature)
         tokens = self.continued(ids or prompt, max_tokens, sampler, ends, counts)
         before = ids if self.kind == "decoder" else self.model["encoder_source"]["start_ids"]
         return Generation(ids, tokens, TextStream(self.tokenizer, before), texts, counts)
@@ -292,7 +293,7 @@ class Bundle:
         Arguments and errors are those of :meth:`generate`; the generator's value is :attr:`Generation.finish_reason`.
         """
         self._check_generates()
-        sampler, counts = checked_sampler(temperature, top_k, top_p, seed), counts_of(self, speculate)
+        sampler, counts = checked_sampler(temperature, top_k, top_p, seed), counts_of(self, speculate, temperature)
         return self.continued(prompt, max_tokens, sampler, stops_of(stop)[0], counts)
 
     def continued(
@@ -310,9 +311,10 @@ class Bundle:
         session = self.session(1, first.shape[1] + min(max_tokens, 256), source)
         session.make_room(first.shape[1])
         ends = stops | dict.fromkeys(self.model["eos_ids"], "eos_token")
-        count = tokens_left(facts, max_tokens, self.limit + 1 - first.shape[1])  # nothing follows the last token
+        room = self.limit + 1 - first.shape[1]  # nothing follows the last token
+        count = tokens_left(facts, max_tokens, room)
         if isinstance(counts, Speculation):
-            return self._drafts.tokens(session, first, sampler, ends, count, counts)
+            return self._drafts.tokens(session, first, sampler, ends, count, counts, room - count)
 
         def pick(logits: NDArray[np.float32], is_first: bool) -> int:
             return sampler.pick(without(logits, facts, is_first))

@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--speculate",
         choices=("off", *SPECULATIONS),
-        help="draft tokens, and verify several in a step; the text is the same (default: as the bundle's recipe says)",
+        help="draft tokens, and verify several in a step; the text is the same, unless the manifest says that such "
+        "drafts are lossy (default: as the bundle's recipe says)",
     )
     parser.add_argument("--threads", type=int, help="worker threads (default: the physical cores available)")
     options = vars(parser.parse_args(arguments))

@@ -175,6 +175,7 @@ def checked_model(manifest: dict[str, Any]) -> dict[str, Any]:
         wrong += [] if _states_fit(model) else ["states"]
         wrong += [] if _parts_fit(model, manifest.get("entries", {})) else ["parts"]
         wrong += [] if _skips_fit(model) else ["skips"]
+        wrong += [] if _lossy_fits(model) else ["lossy"]
     if wrong:
         raise DamagedBundleError(f"{MANIFEST}: `{wrong[0]}` has a value that cannot be; copy the bundle again")
     return model
@@ -259,6 +260,16 @@ def _skips_fit(model: dict[str, Any]) -> bool:
     numbers = [number for one in skips for number in (one.get("agreement"), one.get("cost"))]
     right = all(type(number) is float and 0 <= number < math.inf for number in numbers)
     return bool(right and skips) and all(names.issuperset(items(one, "without", str)) for one in skips)
+
+
+def _lossy_fits(model: dict[str, Any]) -> bool:
+    """Return whether a tolerance, with what was measured, is stated for drafts that may have one; or none is."""
+    if "lossy" not in model:
+        return True
+    facts = field(model, "lossy", dict)
+    numbers = [facts.get(name, 0.0) for name in ("lossless_agreement", "lossy_perplexity", "lossless_perplexity")]
+    right = all(type(number) is float and 0 <= number < math.inf for number in numbers)
+    return right and model.get("speculate") == "sparse" and 0 < field(facts, "tolerance", float) <= 1
 
 
 def _states_fit(model: dict[str, Any]) -> bool:

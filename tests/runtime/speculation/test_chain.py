@@ -11,8 +11,9 @@ from compressor_runtime.speculation.acceptance import Acceptance
 from compressor_runtime.speculation.chain import Chain, Mean, chain_prior, drafted_together
 from compressor_runtime.speculation.cost import forecast, is_worth_drafting
 from compressor_runtime.speculation.counts import Speculation
-from compressor_runtime.speculation.engine import Engine, Text
+from compressor_runtime.speculation.engine import Engine
 from compressor_runtime.speculation.pace import Always, Pace
+from compressor_runtime.speculation.text import Text
 from compressor_runtime.speculation.tree import Room
 from toy_target import ToyTarget, plain
 

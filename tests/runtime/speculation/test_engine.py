@@ -11,9 +11,10 @@ from compressor_runtime.generation import Sampler
 from compressor_runtime.speculation.acceptance import Acceptance
 from compressor_runtime.speculation.counts import Speculation
 from compressor_runtime.speculation.drafts import Drafts
-from compressor_runtime.speculation.engine import Engine, Text
+from compressor_runtime.speculation.engine import Engine
 from compressor_runtime.speculation.kinds.registry import served
 from compressor_runtime.speculation.pace import Always, Pace
+from compressor_runtime.speculation.text import Text
 from compressor_runtime.speculation.tree import Draft, Room, Tree
 from scipy import stats
 from toy_target import ToyTarget, plain

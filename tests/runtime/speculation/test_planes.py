@@ -14,9 +14,10 @@ from compressor_runtime.session import Session
 from compressor_runtime.speculation.chain import drafted_together
 from compressor_runtime.speculation.counts import Speculation
 from compressor_runtime.speculation.drafts import Drafts
-from compressor_runtime.speculation.engine import Engine, Text
+from compressor_runtime.speculation.engine import Engine
 from compressor_runtime.speculation.kinds.registry import served
 from compressor_runtime.speculation.pace import Always
+from compressor_runtime.speculation.text import Text
 from compressor_runtime.speculation.tree import Room
 from drafting import compile_drafting
 from tiny_models import DECODERS, build, quantized, relative_error

@@ -13,9 +13,10 @@ from compressor_runtime.generation import Sampler
 from compressor_runtime.session import Session
 from compressor_runtime.speculation.counts import Speculation
 from compressor_runtime.speculation.drafts import Drafts
-from compressor_runtime.speculation.engine import Engine, Text
+from compressor_runtime.speculation.engine import Engine
 from compressor_runtime.speculation.kinds.registry import served
 from compressor_runtime.speculation.pace import Always
+from compressor_runtime.speculation.text import Lenience, Text
 from drafting import compile_drafting
 from tiny_models import DECODERS, build, quantized, relative_error
 
@@ -93,3 +94,26 @@ def test_texts_are_those_of_plain_steps(batch: int, temperature: float) -> None:
         while len(tokens) < 24:
             tokens.append(choose.pick(plain.step([tokens[-1:]])[0, -1]))
         assert texts[slot].tokens[len(prompt) :] == tokens
+
+
+def test_lenient_texts_of_a_batch_are_those_of_one() -> None:
+    """Drafts and verifications, of four sequences at a time, have the bits of one's: near choices fall alike."""
+    _, open_session, _ = compiled()
+    random, lenience = np.random.default_rng(0), Lenience(0.6)
+    prompts = tuple(random.integers(VOCAB, size=2 + slot % 3).tolist() for slot in range(6))
+
+    def generated(together: tuple[list[int], ...]) -> tuple[list[list[int]], Speculation]:
+        session, drafts = open_session(len(together)), Drafts(VOCAB, Always(), ENTRIES)
+        counts, texts = Speculation("sparse"), []
+        for slot, prompt in enumerate(together):
+            logits = session.verify(prompt, range(-1, len(prompt) - 1), [slot] * len(prompt))
+            session.accept({slot: range(len(prompt))})
+            chooser = Sampler(np.random.default_rng(0), 0.0, 0, 1.0)
+            texts.append(Text(slot, [*prompt], drafts.start("sparse", session, slot), chooser, {}, 24, lenience))
+            texts[-1].choose(logits[-1])
+        assert list(Engine(session, drafts.pace, drafts.acceptance, counts).rounds(texts))
+        return [text.tokens for text in texts], counts
+
+    found, counts = generated(prompts)
+    assert counts.lenient > 1
+    assert found == [generated((prompt,))[0][0] for prompt in prompts]

@@ -19,14 +19,15 @@ GIVEN_UP = "given_up"
 """Why a text ended whose confidence stayed low."""
 
 
-def counts_of(bundle: Any, speculate: str | None) -> Speculation | Depth | None:
+def counts_of(bundle: Any, speculate: str | None, temperature: float) -> Speculation | Depth | None:
     """Return the counts of a generation that begins: of drafts, or of blocks; None where nothing is to be counted.
 
     Args:
         bundle: a :class:`compressor_runtime.bundle.Bundle`.
-        speculate: as of its ``generate``.  Drafts are verified by the whole model, so that no token leaves early.
+        speculate, temperature: as of its ``generate``.  Drafts are verified by the whole model, so that no token leaves
+            early.
     """
-    drafts, model = speculation(bundle, speculate), bundle.model
+    drafts, model = speculation(bundle, speculate, temperature), bundle.model
     if drafts is not None or "parts" not in model:
         return drafts
     if model.get("depths") is not None:

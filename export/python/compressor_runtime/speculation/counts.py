@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,12 @@ class Speculation:
 
     Attributes:
         kind: of the drafts.
+        lossy: what the bundle says about lossy texts, their ``tolerance`` and what was measured of them; None where the
+            text is the model's own.
         tokens: generated after those that the prompt's logits gave.
         drafted: tokens that were verified.
-        accepted: tokens among them that were the model's own choice.
+        accepted: tokens among them that were the model's own choice, or near enough.
+        lenient: those of them that were not its choice.
         tried, matched: places where a drafted token stood, and those where one of them was right.
         verifications: drafts that were verified.
         steps: tokens without a draft.
@@ -26,9 +29,11 @@ class Speculation:
     """
 
     kind: str
+    lossy: Mapping[str, Any] | None = None
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    lenient: int = 0
     tried: int = 0
     matched: int = 0
     verifications: int = 0
@@ -40,8 +45,10 @@ class Speculation:
 
     def __add__(self, other: Speculation) -> Speculation:
         """Return the sums of two generations' counts."""
-        names = [field.name for field in dataclasses.fields(self) if field.name != "kind"]
-        return Speculation(self.kind, **{name: getattr(self, name) + getattr(other, name) for name in names})
+        names = [field.name for field in dataclasses.fields(self) if field.name not in ("kind", "lossy")]
+        return Speculation(
+            self.kind, self.lossy, **{name: getattr(self, name) + getattr(other, name) for name in names}
+        )
 
     @property
     def acceptance(self) -> float:
@@ -72,10 +79,24 @@ class Speculation:
         """Return all figures by name, as JSON has them."""
         counts = ("kind", "tokens", "drafted", "accepted", "verifications", "steps")
         rates = ("acceptance", "tokens_per_verification", "draft_s", "verify_s", "step_s", "tokens_per_s")
-        return {name: getattr(self, name) for name in counts} | {name: round(getattr(self, name), 6) for name in rates}
+        facts = {name: getattr(self, name) for name in counts} | {name: round(getattr(self, name), 6) for name in rates}
+        return facts if self.lossy is None else {**facts, "lossy": dict(self.lossy), "lenient": self.lenient}
 
     def __str__(self) -> str:
         return (
-            f"{self.kind}: acceptance {self.acceptance:.2f}, {self.tokens_per_verification:.2f} tokens a verification, "
-            f"{self.verifications} verifications, {self.steps} plain steps, {self.tokens_per_s:.1f} tokens/s"
+            f"{self.kind}{self._loss()}: acceptance {self.acceptance:.2f}, "
+            f"{self.tokens_per_verification:.2f} tokens a verification, {self.verifications} verifications, "
+            f"{self.steps} plain steps, {self.tokens_per_s:.1f} tokens/s"
         )
+
+    def _loss(self) -> str:
+        """Say that the text is lossy, and what was measured of such texts; nothing where it is not."""
+        if self.lossy is None:
+            return ""
+        said = f"tolerance {self.lossy['tolerance']:g}, {self.lenient} of the tokens are not the model's choice"
+        if "lossless_agreement" in self.lossy:
+            said += (
+                f"; measured: {self.lossy['lossless_agreement']:.0%} of a text as without tolerance, perplexity "
+                f"{self.lossy['lossy_perplexity']:.3g} in place of {self.lossy['lossless_perplexity']:.3g}"
+            )
+        return f", lossy ({said})"

@@ -12,19 +12,22 @@ from compressor_runtime.errors import RequestError
 from compressor_runtime.generation import Sampler
 from compressor_runtime.speculation.acceptance import Acceptance
 from compressor_runtime.speculation.counts import Speculation
-from compressor_runtime.speculation.engine import Engine, Target, Text
+from compressor_runtime.speculation.engine import Engine, Target
 from compressor_runtime.speculation.kinds.kind import VERIFY, Shared
 from compressor_runtime.speculation.kinds.registry import SPECULATIONS, members, prior, served
-from compressor_runtime.speculation.pace import Pace
+from compressor_runtime.speculation.kinds.sparse import FEW_INPUTS
+from compressor_runtime.speculation.pace import Always, Pace
+from compressor_runtime.speculation.text import Lenience, Text
 from compressor_runtime.speculation.tree import Draft
 
 
-def speculation(bundle: Any, asked: Any) -> Speculation | None:
+def speculation(bundle: Any, asked: Any, temperature: float = 0.0) -> Speculation | None:
     """Return the counts of a generation that begins, of the kind of drafts asked for; None without drafts.
 
     Args:
         bundle: a :class:`compressor_runtime.bundle.Bundle`; what its manifest says holds unless something is asked for.
         asked: a kind, "off", or None.
+        temperature: of the text; only greedy ones, of 0, are lossy where the manifest says so.
     Raises:
         RequestError: the kind is unknown, or the bundle cannot serve it.
     """
@@ -35,7 +38,7 @@ def speculation(bundle: Any, asked: Any) -> Speculation | None:
         return None
     kinds = served(bundle.entries, bundle.model)
     if wanted in kinds:
-        return Speculation(wanted)
+        return Speculation(wanted, bundle.model.get("lossy") if wanted == FEW_INPUTS and not temperature else None)
     if bundle.kind != "decoder":
         what = "an encoder-decoder" if bundle.kind == "seq2seq" else "a plain module"
         why = f"holds {what}, and only decoders verify drafted tokens; leave it out"
@@ -92,11 +95,13 @@ class Drafts:
         ends: Mapping[int, str],
         count: int,
         counts: Speculation,
+        spare: int = 0,
     ) -> Generator[int, None, str]:
         """Yield token after token; the generator's value tells why it ended.
 
         The tokens are those of :func:`compressor_runtime.generation.next_tokens` with the same stream of random
-        numbers.
+        numbers, unless the counts say that they are lossy: then each verification has as many drafted tokens, whatever
+        it takes, so that the same prompt gives the same text.
 
         Args:
             session: new, of one sequence.
@@ -104,12 +109,15 @@ class Drafts:
             sampler: chooses tokens.
             ends: tokens that end the text, each with the reason.
             count: at most so many tokens; the model has room for one less.
-            counts: what is counted, its kind given.
+            counts: what is counted, its kind given, and whether it is lossy.
+            spare: further tokens that the model has room for.
         """
         if not count:
             return "length"
-        text = Text(0, first[0].tolist(), self.start(counts.kind, session), sampler, ends, count)
-        engine = Engine(session, self.pace, self.acceptance, counts)
+        lenience = None if counts.lossy is None else Lenience(counts.lossy["tolerance"], spare)
+        text = Text(0, first[0].tolist(), self.start(counts.kind, session), sampler, ends, count, lenience)
+        pace = self.pace if lenience is None else Always(self.pace.clock)
+        engine = Engine(session, pace, self.acceptance, counts)
         begin = self.pace.clock()
         logits = session.step(first)[0]
         self.pace.wait(self.pace.clock() - begin)

@@ -3,7 +3,9 @@
 Acceptance is by *sample and match*: at each node of a draft the model's token is chosen from its logits as in plain
 decoding, with one draw of the same random numbers a token; where a drafted token stands behind that node with this
 very token, the walk goes on there.  So a seed gives the same text as without drafts, greedy or sampled, whatever was
-drafted, and trees need no rule of their own.
+drafted, and trees need no rule of their own.  A text with a
+:class:`~compressor_runtime.speculation.text.Lenience` takes drafted tokens that are nearly as likely too: it needs a
+pace that always drafts, so that times decide nothing.
 """
 
 from __future__ import annotations
@@ -18,18 +20,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from compressor_runtime.errors import RequestError
-from compressor_runtime.generation import Sampler
 from compressor_runtime.speculation.acceptance import Acceptance
 from compressor_runtime.speculation.chain import drafted_together
 from compressor_runtime.speculation.counts import Speculation
 from compressor_runtime.speculation.pace import Pace
-from compressor_runtime.speculation.tree import Draft, Room, Tree, Walk
+from compressor_runtime.speculation.text import Text, together
+from compressor_runtime.speculation.tree import Room, Tree, Walk
 
 MOST_ROWS = 32
 """Rows of a verification, of all sequences together: for so many a row's bits do not depend on the others."""
-
-MOST_NODES = 15
-"""Drafted tokens of one text in a verification."""
 
 _REST_STEPS = 16  # while no draft may go on: then they are asked again
 
@@ -49,45 +48,6 @@ class Target(Protocol):
 
     def accept(self, paths: Mapping[int, Sequence[int]]) -> None:
         """Append, to each sequence, those of the tokens just verified that its path names."""
-
-
-@dataclass
-class Text:
-    """One sequence of a session, as far as it has come.
-
-    Attributes:
-        slot: its number in the session.
-        tokens: its prompt, and what it has gained; the last one is pending: the model has not read it.
-        drafts: guess how it goes on.
-        sampler: chooses its tokens.
-        ends: tokens that end it, each with the reason.
-        left: at most so many further tokens; the model has room for one less.
-        finish_reason: why it ended; None while it goes on.
-        told: how many of its tokens each draft knows.
-        awake: drafts that take part in this round.
-    """
-
-    slot: int
-    tokens: list[int]
-    drafts: Sequence[Draft]
-    sampler: Sampler
-    ends: Mapping[int, str]
-    left: int
-    finish_reason: str | None = None
-    told: dict[str, int] = dataclasses.field(default_factory=dict)
-    awake: Sequence[Draft] = ()
-
-    def choose(self, logits: NDArray[np.float32]) -> int | None:
-        """Choose the next token from logits [V]; None where it ends the text."""
-        token = self.sampler.pick(logits)
-        if token in self.ends:
-            self.finish_reason = self.ends[token]
-            return None
-        self.tokens.append(token)
-        self.left -= 1
-        if not self.left:
-            self.finish_reason = "length"
-        return token
 
 
 @dataclass
@@ -133,12 +93,13 @@ class Engine:
                 yield [(texts[0], [token])]
             return
         while live := [text for text in texts if text.finish_reason is None]:
-            yield self._verify(self._draft(live))
+            for group in together(live, self._most_rows):
+                yield self._verify(self._draft(group))
 
     def alone(self, text: Text) -> Iterator[int]:
         """Yield the tokens of a session's only text, until it has ended; see :meth:`rounds`."""
         while text.finish_reason is None:
-            if text.left > 1 and any(self._pace.may_draft(one.name, 1, len(text.drafts)) for one in text.drafts):
+            if text.most_nodes > 0 and any(self._pace.may_draft(one.name, 1, len(text.drafts)) for one in text.drafts):
                 parts = self._draft([text])
                 verifies = bool(parts[0].verified.tokens)
                 yield from self._verify(parts)[0][1] if verifies else self._step(text, parts[0].drafted)[1]
@@ -196,7 +157,7 @@ class Engine:
         """Return what the drafts of each text guess: kind by kind, as each leaves its own behind the stored tokens."""
         trees, rooms, count = [Tree() for _ in live], [], len(live)
         for text in live:
-            most = min(room, text.left - 1, MOST_NODES)  # behind as many tokens as may come, no row is of use
+            most = min(room, text.most_nodes)
             rooms.append(Room(most, most, self._pace.least_chance(count), text.sampler, text.ends))
             may, several = self._pace.may_draft, len(text.drafts)
             text.awake = [draft for draft in text.drafts if most > 0 and may(draft.name, count, several)]
@@ -289,7 +250,7 @@ class Engine:
         return gained
 
     def _walk(self, part: _Round, logits: NDArray[np.float32]) -> tuple[list[int], list[int]]:
-        """Choose tokens along a draft while they are the drafted ones.
+        """Choose tokens along a draft while they are the drafted ones, or while the text takes those.
 
         Args:
             logits: [1 + nodes, V].
@@ -299,10 +260,9 @@ class Engine:
         text, tree = part.text, part.verified
         tokens: list[int] = []
         path: list[int] = []
-        node = -1
-        while (token := text.choose(logits[node + 1])) is not None:
+        node, lenient = -1, text.lenient
+        while (token := text.choose(logits[node + 1], behind := tree.children(node))) is not None:
             tokens.append(token)
-            behind = tree.children(node)
             self._counts.tried += bool(behind)
             self._counts.matched += token in behind
             if text.finish_reason is not None or token not in behind:
@@ -312,6 +272,7 @@ class Engine:
         self._counts.tokens += len(tokens)
         self._counts.drafted += len(tree)
         self._counts.accepted += len(path)
+        self._counts.lenient += text.lenient - lenient
         if len(tree):
             self._counts.verifications += 1
         else:

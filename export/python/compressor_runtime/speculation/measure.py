@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from statistics import median
 from typing import Any
 
@@ -110,11 +111,11 @@ def measure_drafts(
     Returns:
         ``verify_<k>_steps``, the time of verifying k rows in steps; ``acceptance``; ``tokens_per_verification``;
         ``drafted_tokens_per_s``; ``speedup`` over plain steps, and ``predicted_speedup``, from these times and from how
-        many rows were verified.
+        many rows were verified; of lossy drafts also ``tolerance`` and what :func:`fidelity` finds.
     Raises:
         RequestError: the text is too short, or the bundle has no kernels for these drafts.
     """
-    if speculation(bundle, kind) is None:
+    if (empty := speculation(bundle, kind)) is None:
         raise RequestError(f"speculate={kind!r}: nothing to measure; give {', '.join(map(repr, bundle.speculations))}")
     spare = len(ids) - prompt_tokens
     if spare < 0 or new_tokens < 2:
@@ -122,28 +123,79 @@ def measure_drafts(
     times = verification_times(bundle, ids[:prompt_tokens])
     known = sorted({**times, 1: times[0]}.items())[1:]
     plain_s = drafted_s = 0.0
-    plain_tokens = drafted_tokens = 0
+    prompts, plain, drafted = list[list[int]](), list[list[int]](), list[list[int]]()
     every: list[Speculation] = []
     for number in range(texts):
         begin = spare * number // texts
-        prompt = list(ids[begin : begin + prompt_tokens])
-        seconds, count = _timed(bundle, prompt, new_tokens, None)
-        plain_s, plain_tokens = plain_s + seconds, plain_tokens + count
-        every.append(Speculation(kind))
-        seconds, count = _timed(bundle, prompt, new_tokens, every[-1])
-        drafted_s, drafted_tokens = drafted_s + seconds, drafted_tokens + count
+        prompts.append(list(ids[begin : begin + prompt_tokens]))
+        seconds, tokens = _timed(bundle, prompts[-1], new_tokens, None)
+        plain_s += seconds
+        plain.append(tokens)
+        every.append(Speculation(kind, empty.lossy))
+        seconds, tokens = _timed(bundle, prompts[-1], new_tokens, every[-1])
+        drafted_s += seconds
+        drafted.append(tokens)
     whole = sum(every[1:], every[0])
-    rate = drafted_tokens / drafted_s
+    rate, plain_rate = (sum(len(one) - 1 for one in found) / s for found, s in ((drafted, drafted_s), (plain, plain_s)))
     found = {f"verify_{rows}_steps": times[rows] / times[0] for rows in _ROWS}
     found |= {"acceptance": whole.acceptance, "tokens_per_verification": whole.tokens_per_verification}
-    found |= {"drafted_tokens_per_s": rate, "speedup": rate / (plain_tokens / plain_s)}
+    found |= {"drafted_tokens_per_s": rate, "speedup": rate / plain_rate}
+    if empty.lossy is not None:
+        found |= {"tolerance": empty.lossy["tolerance"], **fidelity(bundle, prompts, drafted, plain)}
     return found | {"predicted_speedup": whole.predicted_speedup(lambda rows: on_lines(known, rows))}
 
 
-def _timed(bundle: Any, prompt: list[int], count: int, counts: Speculation | None) -> tuple[float, int]:
-    """Return the seconds behind the first token of a text, and how many tokens came in them."""
+def fidelity(
+    bundle: Any, prompts: Sequence[Sequence[int]], lossy: Sequence[Sequence[int]], lossless: Sequence[Sequence[int]]
+) -> dict[str, float]:
+    """Compare lossy texts with those of the same prompts without tolerance.
+
+    Args:
+        bundle: a :class:`compressor_runtime.bundle.Bundle`.
+        prompts: token ids, at least one each.
+        lossy, lossless: the tokens that continue each.
+    Returns:
+        ``lossless_agreement``, the mean share of a text's tokens in front of the first that differs; and
+        ``lossy_perplexity`` and ``lossless_perplexity``, of the texts' tokens by the bundle's model, exp of the mean
+        negative log-likelihood.
+    """
+    shares = []
+    for ours, own in zip(lossy, lossless, strict=True):
+        alike = next((place for place, pair in enumerate(zip(ours, own, strict=False)) if pair[0] != pair[1]), None)
+        shares.append(1.0 if ours == own else (min(len(ours), len(own)) if alike is None else alike) / len(own or ours))
+    found = {"lossless_agreement": sum(shares) / len(shares)}
+    for name, texts in (("lossy_perplexity", lossy), ("lossless_perplexity", lossless)):
+        surprise, count = 0.0, 0
+        for prompt, text in zip(prompts, texts, strict=True):
+            if text:
+                read = [*prompt, *text[:-1]]
+                session, keep = bundle.session(1, len(read)), np.arange(len(prompt) - 1, len(read))
+                logits = session.step([read], keep=keep)[0].astype(np.float64)
+                logits -= logits.max(1, keepdims=True)
+                surprise += float((np.log(np.exp(logits).sum(1)) - logits[np.arange(len(text)), list(text)]).sum())
+                count += len(text)
+        found[name] = math.exp(surprise / count) if count else 1.0
+    return found
+
+
+def lossy_texts(bundle: Any, prompts: Sequence[Sequence[int]], count: int) -> dict[str, float]:
+    """Continue prompts greedily with a bundle's lossy drafts and without; return what :func:`fidelity` finds.
+
+    Args:
+        bundle: a :class:`compressor_runtime.bundle.Bundle` whose manifest states a tolerance.
+        prompts: token ids, at least one each.
+        count: new tokens of each, at most.
+    """
+    kind = bundle.model["speculate"]
+    lossy = [list(bundle.generate_ids(prompt, max_tokens=count, speculate=kind)) for prompt in prompts]
+    lossless = [list(bundle.generate_ids(prompt, max_tokens=count, speculate="off")) for prompt in prompts]
+    return fidelity(bundle, prompts, lossy, lossless)
+
+
+def _timed(bundle: Any, prompt: list[int], count: int, counts: Speculation | None) -> tuple[float, list[int]]:
+    """Return the seconds behind the first token of a text, and all its tokens."""
     tokens = bundle.continued(prompt, count, checked_sampler(0.0, 0, 1.0, 0), [], counts)
-    next(tokens, None)
+    found = list(islice(tokens, 1))
     begin = time.perf_counter()
-    came = sum(1 for _ in tokens)
-    return time.perf_counter() - begin, came
+    found += tokens
+    return time.perf_counter() - begin, found

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compressor_runtime.speculation.acceptance import Acceptance
-from compressor_runtime.speculation.candidates import best_first, top_candidates
 from compressor_runtime.speculation.hidden import HEADS, Hidden
+from compressor_runtime.speculation.kinds.candidates import best_first, top_candidates
 from compressor_runtime.speculation.kinds.kind import VERIFY, Kind, Shared
 from compressor_runtime.speculation.kinds.recycling import CANDIDATES, recycling_prior
 from compressor_runtime.speculation.tree import Room, Tree, Walk, Wish

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from compressor_runtime.speculation.acceptance import Acceptance
-from compressor_runtime.speculation.candidates import best_first, top_candidates
+from compressor_runtime.speculation.kinds.candidates import best_first, top_candidates
 from compressor_runtime.speculation.kinds.kind import Kind, Shared
 from compressor_runtime.speculation.tree import Room, Tree
 
