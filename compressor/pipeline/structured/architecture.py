@@ -79,7 +79,7 @@ def find_parts(graph: GraphModule, pass_name: str, keep_first: int, keep_last: i
         inside, own = set(branch.nodes), dict[str, Channels]()
         for what in _WHATS:
             mine = [one for one in families[what] if all(sites[name].node in inside for name in one.names)]
-            if len(mine) == 1 and (what == "channels") == (branch.part == "ffn"):
+            if len(mine) == 1 and (what == "channels") == (branch.part != "attention"):
                 own[what] = mine[0]
         cuts = {what: Cut(one.family, tuple(sites[name] for name in one.readers)) for what, one in own.items()}
         heads = {int(node.args[1].meta["val"].shape[1]) for node in branch.nodes if node.target in _CACHED}  # type: ignore[union-attr]
@@ -91,6 +91,8 @@ def find_parts(graph: GraphModule, pass_name: str, keep_first: int, keep_last: i
 
 def _mapped(branch: Branch, sites: Sequence[Site]) -> Mapped | str:
     """Return where a linear can stand in the place of a branch, or why it cannot."""
+    if branch.part == "convolution":
+        return "it is of convolutions, which look at more than one pixel"
     if branch.reason or branch.crosses:
         return branch.reason or "it reads another stream as well"
     if not sites or sites[0].input is branch.entry or sites[0].input.meta["val"].dim() != 3:
