@@ -19,8 +19,8 @@ class LimitOptions:
         latency: of a decoder's step, or of one image, as a share of the model's at the same format.
         peak_memory: bytes of all activations that are live at once as kernels compute one image, of a network of
             images; a number, or text such as ``160 kB``.
-        weight_bytes: of all parameters, the blocks' linears in ``scheme``, others as they are; a number, or text such
-            as ``4 MB``.
+        weight_bytes: of all parameters, the blocks' linears in ``scheme``, others as they are (of a network of images,
+            all linears and convolutions in ``scheme``); a number, or text such as ``4 MB``.
         cache_bytes: of keys and values of one token; a number.
         parameters: a number of them.
         budgets: further limits of the one measure, as shares of the model's; the report then has a front of them all.
@@ -39,6 +39,7 @@ class LimitOptions:
         Raises:
             UsageError: says what to give.
         """
+        _ = self.most_memory
         names = ("latency", "peak_memory", *_COUNTED)
         check_limits(pass_name, {name: getattr(self, name) for name in names}, self.budgets)
 

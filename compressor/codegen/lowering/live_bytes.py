@@ -1,10 +1,10 @@
 """Count the memory that a program's values take at once, as its memory is planned.
 
-    alloc_storage s, alloc_tensor t in s, kernel(..., t), kill_tensor t, kill_storage s
-    '------------------- s is held ------------------------------------------------'
+    alloc_storage s, alloc_tensor t in s, kernel(..., t), v = reshape t, kill_tensor t, kill_storage s, kill_tensor v
+    '------------------- s is held -----------------------------------------------------------------------------'
 
-A storage is given back once the plan has dropped it and all tensors in it.  Kernels' own scratch is a few tiles, and is
-not counted; neither are parameters.
+A storage is given back once the plan has dropped it and all tensors in it, views included.  Kernels' own scratch is a
+few tiles, and is not counted; neither are parameters.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def _most_held(function: Any, with_inputs: bool) -> int:
         name, var = _operator(statement.value), statement.var
         if name == "alloc_storage":
             held[var], users[var] = _size(statement.value.args[0]), {var}
-        elif name == "alloc_tensor":
-            of_tensor[var] = vars_[0]
-            users[vars_[0]].add(var)
+        elif name == "alloc_tensor" or (name == "reshape" and vars_[0] in of_tensor):
+            of_tensor[var] = of_tensor.get(vars_[0], vars_[0])
+            users[of_tensor[var]].add(var)
         elif name in ("kill_tensor", "kill_storage") and (storage := of_tensor.get(vars_[0], vars_[0])) in users:
             users[storage].discard(vars_[0])
             if not users[storage]:
@@ -77,9 +77,9 @@ def _args(value: Any) -> Iterator[Any]:
 
 
 def _operator(value: Any) -> str:
-    """Return the name of a call of the memory's operators; nothing for others."""
+    """Return the name of a call of an operator; nothing for kernels and others."""
     name = getattr(value.op, "name", "") if isinstance(value, tvm.ir.Call) else ""
-    return name.removeprefix("relax.memory.") if name.startswith("relax.memory.") else ""
+    return str(name).rpartition(".")[2]
 
 
 def _input_bytes(var: Any) -> int:
