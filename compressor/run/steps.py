@@ -24,7 +24,7 @@ from compressor.export.bundle import write_bundle
 from compressor.export.facts import run_facts
 from compressor.pipeline.context import Context
 from compressor.plan.prices import machine_prices
-from compressor.plan.roofline import PROMPT_TOKENS, rooflines
+from compressor.plan.roofline import PROMPT_TOKENS, bound_ms
 from compressor.progress import Reporter
 from compressor.recipe.recipe import Recipe
 from compressor.run.native import NativeBackend
@@ -57,7 +57,7 @@ class Steps:
             with_what = f"with {_context(graphs[0])} tokens of context" if _generates(graphs[0]) else "one at a time"
             return self._measure(graphs), f"measured on this machine, {with_what}"
         prices = machine_prices()
-        bounds = [rooflines(graph, prices)[-1].ms / 1e3 for graph in graphs]
+        bounds = [bound_ms(graph, prices) / 1e3 for graph in graphs]
         return bounds, "bounds of a roofline, for the target's kernels do not run at their own speed here"
 
     def _measure(self, graphs: Sequence[GraphModule]) -> list[float]:

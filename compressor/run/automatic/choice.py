@@ -36,7 +36,7 @@ from compressor.graph.sites import linear_sites
 from compressor.pipeline.pipeline import Pipeline
 from compressor.plan.passes import plan_passes
 from compressor.plan.prices import machine_prices
-from compressor.plan.roofline import rooflines
+from compressor.plan.roofline import bound_ms
 from compressor.progress import Reporter
 from compressor.recipe.recipe import Recipe
 from compressor.run.automatic.candidates import Budget, Candidate, Formats, ImageFormats, named, packed_table
@@ -156,7 +156,7 @@ class Choosing:
             final = self._plan(candidate.passes)
         except UsageError as error:
             return Tried(candidate, note=first_line(error).removeprefix("recipe: "), least=_least(error))
-        step = rooflines(final, machine_prices(reporter=self._reporter))[-1].ms
+        step = bound_ms(final, machine_prices(reporter=self._reporter))
         return Tried(candidate, weight_bytes(final), step)
 
     def _plan(self, passes: Sequence[Any]) -> GraphModule:
