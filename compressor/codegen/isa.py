@@ -20,11 +20,16 @@ class Isa:
     Attributes:
         name: in manifests and in the tuner's database.
         lanes: 32-bit lanes of a register.
+        registers: how many there are; of WebAssembly, as many as the machines below it have.
         mcpu: LLVM's name of the CPU.
         cpu_flags: what /proc/cpuinfo must list; they go into the manifest, and the run-time checks them.
         mattr: LLVM's names of what ``mcpu`` lacks.
         dot4: (accumulator, codes, activations, bits of a code) -> accumulator + the sum over the four bytes of each
             lane of codes (unsigned) * activations (signed), int32.
+        signed4: (accumulator, bytes, bytes) -> the same of bytes that are both signed.  Where there is one, convolutions
+            multiply signed activations.
+        signs_codes: ``dot4`` is made of products of signed bytes: linears subtract 128 from codes of 8 bits and from
+            their zero points instead, and call ``signed4``.
         dot2: (accumulator, pairs, pairs) -> accumulator + the sum over the two int16 of each lane of their products,
             int32.  Where there is one, convolutions keep weights as int16: ``dot4`` would widen them again and again.
         byte_floats: (int32 vector of 0 to 255) -> the same as float32.
@@ -47,7 +52,10 @@ class Isa:
     mcpu: str = "generic"
     cpu_flags: tuple[str, ...] = ()
     mattr: tuple[str, ...] = ()
+    registers: int = 16
     dot4: Callable[[Any, Any, Any, int], Any] | None = None
+    signed4: Callable[[Any, Any, Any], Any] | None = None
+    signs_codes: bool = False
     dot2: Callable[[Any, Any, Any], Any] | None = None
     byte_floats: Callable[[Any], Any] | None = None
     lookup16: Callable[[Sequence[float], Any], Any] | None = None
