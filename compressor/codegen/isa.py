@@ -26,10 +26,8 @@ class Isa:
         mattr: LLVM's names of what ``mcpu`` lacks.
         dot4: (accumulator, codes, activations, bits of a code) -> accumulator + the sum over the four bytes of each
             lane of codes (unsigned) * activations (signed), int32.
-        signed4: (accumulator, bytes, bytes) -> the same of bytes that are both signed.  Where there is one, convolutions
-            multiply signed activations.
-        signs_codes: ``dot4`` is made of products of signed bytes: linears subtract 128 from codes of 8 bits and from
-            their zero points instead, and call ``signed4``.
+        signed4: (accumulator, bytes, bytes) -> the same of bytes that are both signed, where the machine multiplies no
+            others: kernels subtract 128 from unsigned bytes, and from their zero points.
         dot2: (accumulator, pairs, pairs) -> accumulator + the sum over the two int16 of each lane of their products,
             int32.  Where there is one, convolutions keep weights as int16: ``dot4`` would widen them again and again.
         byte_floats: (int32 vector of 0 to 255) -> the same as float32.
@@ -55,7 +53,6 @@ class Isa:
     registers: int = 16
     dot4: Callable[[Any, Any, Any, int], Any] | None = None
     signed4: Callable[[Any, Any, Any], Any] | None = None
-    signs_codes: bool = False
     dot2: Callable[[Any, Any, Any], Any] | None = None
     byte_floats: Callable[[Any], Any] | None = None
     lookup16: Callable[[Sequence[float], Any], Any] | None = None

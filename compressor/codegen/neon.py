@@ -10,7 +10,7 @@ A register has four lanes of 32 bits, and each level has the one before it::
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,20 +32,13 @@ def _octets(value: Any) -> Any:
     return T.reinterpret(value, dtype="int8x16")
 
 
-def less_128(value: Any) -> Any:
-    """Return unsigned bytes less 128, as signed bytes: their highest bit is turned."""
-    from tvm.script import tirx as T
-
+def _signed(dot: Callable[[Any, Any, Any], Any], acc: Any, codes: Any, activation: Any) -> Any:
+    """Multiply codes less 128, and add 128 times the activations: less their products with -128."""
+    from compressor.codegen.kernels.codes import less_128
     from compressor.codegen.kernels.vector import splat
 
-    return T.bitwise_xor(value, splat(0x80808080, _LANES))
-
-
-def _times_128(dot: Any, acc: Any, activation: Any) -> Any:
-    """Return ``acc`` plus 128 times the sum of each lane's bytes: minus their products with -128."""
-    from compressor.codegen.kernels.vector import splat
-
-    return acc - dot(splat(0, _LANES), splat(0x80808080, _LANES), activation)
+    more = dot(splat(0, _LANES), splat(0x80808080, _LANES), activation)
+    return dot(acc, less_128(codes, _LANES), activation) - more
 
 
 def _products(one: Any, other: Any) -> tuple[Any, Any]:
@@ -68,7 +61,7 @@ def _smull(acc: Any, one: Any, other: Any) -> Any:
 def _smull_codes(acc: Any, codes: Any, activation: Any, bits: int) -> Any:
     """Add pairs of products in 16 bits, which 2 * 127 * 128 fits; then pairs of those."""
     if bits == 8:
-        return _times_128(_smull, _smull(acc, less_128(codes), activation), activation)
+        return _signed(_smull, acc, codes, activation)
     low, high = _products(codes, activation)
     return acc + _call("saddlp", "int32x4", _call("addp", "int16x8", low, high))
 
@@ -80,13 +73,10 @@ def _sdot(acc: Any, one: Any, other: Any) -> Any:
 def _sdot_codes(acc: Any, codes: Any, activation: Any, bits: int) -> Any:
     if bits < 8:
         return _sdot(acc, codes, activation)
-    return _times_128(_sdot, _sdot(acc, less_128(codes), activation), activation)
+    return _signed(_sdot, acc, codes, activation)
 
 
-def _usdot_codes(acc: Any, codes: Any, activation: Any, bits: int) -> Any:
-    """Multiply unsigned by signed bytes; of fewer bits as signed, whose instruction has a form for one lane."""
-    if bits < 8:
-        return _sdot(acc, codes, activation)
+def _usdot(acc: Any, codes: Any, activation: Any, _bits: int) -> Any:
     return _call("usdot", "int32x4", acc, _octets(codes), _octets(activation))
 
 
@@ -139,7 +129,6 @@ NEON = Isa(
     registers=32,
     dot4=_smull_codes,
     signed4=_smull,
-    signs_codes=True,
     lookup16=_tbl4,
     count_ones=_cnt,
     spread_eight=_tbx,
@@ -157,8 +146,8 @@ I8MM = replace(
     name="i8mm",
     cpu_flags=("asimd", "asimddp", "i8mm"),
     mattr=("+neon", "+dotprod", "+i8mm"),
-    dot4=_usdot_codes,
-    signs_codes=False,
+    dot4=_usdot,
+    signed4=None,
 )
 
 ISAS = {isa.name: isa for isa in (I8MM, DOTPROD, NEON)}
