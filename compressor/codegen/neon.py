@@ -4,7 +4,7 @@ A register has four lanes of 32 bits, and each level has the one before it::
 
     neon      smull, addp, sadalp: four instructions for sixteen products of bytes      Cortex-A53, Raspberry Pi 4
     dotprod   sdot: one for sixteen                                                     Cortex-A55, Raspberry Pi 5
-    i8mm      usdot: of unsigned and signed bytes; smmla: one for 32, of 2 x 8 by 8 x 2   Neoverse V1, Cortex-A510
+    i8mm      usdot: of unsigned by signed bytes; usmmla: one for 32, 2 x 8 by 8 x 2      Neoverse V1, Cortex-A510
 """
 
 from __future__ import annotations
@@ -80,6 +80,10 @@ def _usdot(acc: Any, codes: Any, activation: Any, _bits: int) -> Any:
     return _call("usdot", "int32x4", acc, _octets(codes), _octets(activation))
 
 
+def _usmmla(acc: Any, codes: Any, activation: Any) -> Any:
+    return _call("usmmla", "int32x4", acc, _octets(codes), _octets(activation))
+
+
 def _tbl4(values: Sequence[float], index: Any) -> Any:
     """Look up four bytes a lane in a table of 64: the bytes of sixteen floats."""
     from tvm.script import tirx as T
@@ -148,6 +152,7 @@ I8MM = replace(
     mattr=("+neon", "+dotprod", "+i8mm"),
     dot4=_usdot,
     signed4=None,
+    mmla=_usmmla,
 )
 
 ISAS = {isa.name: isa for isa in (I8MM, DOTPROD, NEON)}
