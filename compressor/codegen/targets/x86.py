@@ -233,6 +233,7 @@ AVX512_VNNI = Isa(
     16,
     "cascadelake",
     ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"),
+    registers=32,
     dot4=_vpdpbusd,
     lookup16=_permute16,
     quick_lookup=True,
