@@ -12,6 +12,7 @@ from compressor_runtime import missing_features
 
 from compressor.codegen.isa import Isa
 from compressor.codegen.linker import find_linker, link_shared
+from compressor.codegen.neon import DOTPROD, I8MM, ISAS, NEON
 from compressor.host import emulation
 from compressor.host.wheels import tvm_runtime
 
@@ -20,11 +21,6 @@ if TYPE_CHECKING:
 
 TRIPLES = {"linux": "aarch64-linux-gnu", "android": "aarch64-linux-android", "macos": "arm64-apple-macos"}
 
-NEON = Isa("neon", 4, "generic", ("asimd",), ("+neon",))
-DOTPROD = Isa("dotprod", 4, "generic", ("asimd", "asimddp"), ("+neon", "+dotprod"))
-I8MM = Isa("i8mm", 4, "generic", ("asimd", "asimddp", "i8mm"), ("+neon", "+dotprod", "+i8mm"))
-ISAS = {isa.name: isa for isa in (I8MM, DOTPROD, NEON)}
-"""Best first."""
 _EMULATED = {"neon": "cortex-a53", "dotprod": "cortex-a76", "i8mm": "max"}
 """Of the processors that QEMU knows, one that has a level and not the next."""
 
