@@ -30,6 +30,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-docs", action="store_true", help="write what docs take from docstrings: options and the map"
     )
+    parser.addoption("--arm", metavar="LEVEL", help="run tests of kernels for ARM's level under qemu, not for x86")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the names of x86's instruction sets stand for a level of ARM, if one is asked for."""
+    config.addinivalue_line("markers", "of_x86: checks what only x86 has; --arm leaves it out")
+    if level := config.getoption("--arm"):
+        from compressor.codegen.neon import ISAS
+        from compressor.codegen.targets import x86
+
+        for name in ("AMX", "AVX512_VPOPCNTDQ", "AVX512_VNNI", "AVX2"):
+            setattr(x86, name, ISAS[level])
+        x86.ISAS = {level: ISAS[level]}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests of what only x86 has, and a case that has become another's, if ARM is asked for."""
+    if config.getoption("--arm"):
+        items[:] = [item for item in items if item.get_closest_marker("of_x86") is None]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import emulated_arm
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.nn.functional import pad
 from tvm import relax
 
 import compressor.ops  # noqa: F401  (registers the operators)
+from compressor.codegen import neon
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.convolution.feeds import Geometry
 from compressor.codegen.kernels.linear import packed as packed_linear
@@ -51,7 +53,9 @@ SPLIT = 2e-5  # of the largest output, where only 16 of the 24 mantissa bits of 
 
 
 def build(func: tvm.tirx.PrimFunc, isa: Isa) -> Any:
-    """Compile one kernel for ``isa``."""
+    """Compile one kernel for ``isa``; ARM's are called under qemu."""
+    if isa.name in neon.ISAS:
+        return emulated_arm.build(func, isa)
     if not X86().executes(isa):
         pytest.skip(f"this machine has no {isa.name}")
     module = tvm.IRModule({"kernel": func.with_attr("global_symbol", "kernel")})

@@ -38,6 +38,11 @@ def centred(codes: Any, centre: int, lanes: int) -> Any:
     return T.reinterpret(octets - T.broadcast(byte, 4 * lanes), dtype=f"int32x{lanes}")
 
 
+def less_128(octets: Any, lanes: int) -> Any:
+    """Return unsigned bytes less 128, as signed ones: their highest bit is turned."""
+    return T.bitwise_xor(octets, splat(0x80808080, lanes))
+
+
 def code_values(codes: Any, byte: int, fmt: Format, isa: Isa, table: Callable[[int], Any]) -> Any:
     """Emit the values of the codes in one byte of each lane, but for the constant factor that :func:`scale_values` has.
 

@@ -74,7 +74,7 @@ class DotProducts:
         self.is_flat = feed.pitch == wide
         last = high - (-(-high // self.band) - 1) * self.band
         length, shortest = (self.band * wide, last * wide) if self.is_flat else (wide, wide)
-        sums = (24 if isa.lanes == 16 else 12) // len(self._parts)  # of 32 registers, or 16
+        sums = isa.registers * 3 // 4 // len(self._parts)
         self.outputs = _block(length, max(1, min(self.most_outputs, sums // self.n_tiles, shortest)))
 
     def prepare(self, codes: Any, kept: Any) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
-from compressor.codegen.kernels.codes import centred, code_quad, dot4
+from compressor.codegen.kernels.codes import centred, code_quad, dot4, less_128
 from compressor.codegen.kernels.convolution.direct import Feed
 from compressor.codegen.kernels.convolution.feeds import RUN_BYTES, PatchFeed
 from compressor.codegen.kernels.vector import splat
@@ -38,7 +39,9 @@ def words_shape(n_tiles: int, quads: int, isa: Isa) -> tuple[int, ...]:
 
 
 def activation_words(four: Any, isa: Isa) -> list[Any]:
-    """Return what the words of four bytes of the weight meet: as many, of four unsigned bytes in every lane."""
+    """Return what the words of four bytes of the weight meet: as many, of four bytes in every lane."""
+    if isa.signed4 is not None:
+        return [less_128(four, isa.lanes)]
     if isa.dot2 is None:
         return [four]
     return [
@@ -49,8 +52,9 @@ def activation_words(four: Any, isa: Isa) -> list[Any]:
 def add_products(total: Any, at: list[Any], acts: list[Any], weights: list[Any], fmt: Format, isa: Isa) -> None:
     """Emit the addition of the products of :func:`activation_words` with the words of four columns to sums."""
     value = total[tuple(at)]
+    times = isa.signed4 or isa.dot2 or partial(dot4, fmt=fmt, isa=isa)
     for act, weight in zip(acts, weights, strict=True):
-        value = dot4(value, act, weight, fmt, isa) if isa.dot2 is None else isa.dot2(value, act, weight)
+        value = times(value, act, weight)
     T.buffer_store(total, value, at)
 
 

@@ -21,6 +21,9 @@ from compressor.codegen.kernels.vector import emit_tree, emit_tree_sum, finite_s
 from compressor.formats.activations import Activations
 
 
+_LINE_BYTES = 64
+
+
 @dataclass(frozen=True)
 class Prepared:
     """What is read and written; ``slots`` are tokens, filled up to whole blocks."""
@@ -209,3 +212,12 @@ def adding_up(body: Products) -> Any:
             T.buffer_store(sums, lane[0], list(body.at(m, n, g)))
 
     return add_up
+
+
+def apart(columns: int, size_bytes: int) -> int:
+    """Return the elements of a row, filled up to an odd number of cache lines.
+
+    Of rows that are a power of two apart, the same columns of all tokens would meet in the same few sets of the cache.
+    """
+    line = _LINE_BYTES // size_bytes
+    return (-(-columns // line) | 1) * line
