@@ -12,14 +12,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
-import tvm
 from arm_code import counts, innermost_loops
 from tvm.script import tirx as T
 

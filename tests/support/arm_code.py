@@ -13,7 +13,7 @@ from compressor.codegen.isa import Isa
 
 def innermost_loops(func: tvm.tirx.PrimFunc, isa: Isa) -> list[list[str]]:
     """Return the instructions of each loop that has no other within, the branch back last."""
-    return loops_of(emulated_arm.compiled(func, isa).inspect_source("asm"))
+    return loops_of(emulated_arm.compiled(func, isa).mod.inspect_source("asm"))
 
 
 def loops_of(assembly: str) -> list[list[str]]:

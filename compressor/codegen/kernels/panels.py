@@ -36,7 +36,7 @@ _STEP = 16
 def supports(body: Products) -> str:
     """Say why prompts do not take panels; an empty text where they do."""
     fmt, isa = body.fmt, body.isa
-    if isa.lanes != _LANES or isa.signed4 is None and isa.mmla is None:
+    if isa.lanes != _LANES or (isa.signed4 is None and isa.mmla is None):
         return f"{isa.name} has no products of a register's lane"
     if type(body) is not Products or not body.integer or not body.has_zeros:
         return f"{fmt.name} does not multiply bytes of all columns"

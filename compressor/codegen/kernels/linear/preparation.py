@@ -20,7 +20,6 @@ from compressor.codegen.kernels.linear.prologue import Prologue
 from compressor.codegen.kernels.vector import emit_tree, emit_tree_sum, finite_size, size_bits
 from compressor.formats.activations import Activations
 
-
 _LINE_BYTES = 64
 
 
