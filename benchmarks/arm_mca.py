@@ -30,7 +30,7 @@ from compressor.formats.format import Format
 RESULTS = Path(__file__).parent / "results" / "arm_mca.md"
 CORES = {"neon": ("cortex-a53", "cortex-a72"), "dotprod": ("cortex-a55", "cortex-a76", "neoverse-n1", "neoverse-v2"),
          "i8mm": ("neoverse-v2",)}  # fmt: skip
-PRODUCTS = {"sdot": 16, "usdot": 16, "smmla": 32, "smull": 8, "smull2": 8, "fmla": 4}
+PRODUCTS = {"sdot": 16, "usdot": 16, "sudot": 16, "smmla": 32, "smull": 8, "smull2": 8, "fmla": 4}
 """Multiply-accumulates of an instruction."""
 _ROUNDS = 300
 _SIZE = 1024
@@ -73,8 +73,8 @@ def bound(isa: Isa, product: str, core: str) -> float:
     if product == "smull":  # with what adds its products to sums of 32 bits
         each = ["smull v{0}.8h, v30.8b, v31.8b", "smull2 v{1}.8h, v30.16b, v31.16b", "addp v{0}.8h, v{0}.8h, v{1}.8h"]
         each.append("sadalp v{2}.4s, v{0}.8h")
-        lines = [line.format(2 * n, 2 * n + 1, 16 + n) for n in range(8) for line in each]
-        return 8 * 16 / modelled(lines, isa, core)
+        lines = [line.format(2 * n, 2 * n + 1, 16 + n) for line in each for n in range(7)]  # v30 and v31 are read
+        return 7 * 16 / modelled(lines, isa, core)
     kinds = {"fmla": "fmla v{}.4s, v30.4s, v31.s[0]", "smmla": "smmla v{}.4s, v30.16b, v31.16b"}
     line = kinds.get(product, f"{product} v{{}}.4s, v30.16b, v31.4b[0]")
     return 24 * PRODUCTS[product] / modelled([line.format(n) for n in range(24)], isa, core)
@@ -148,7 +148,19 @@ def _plain_products(loop: Loop) -> int:
     return loop.products + vectors or found["madd"] + found["smaddl"]
 
 
-_HEADING = ""
+_HEADING = """\
+# Inner loops for ARM, modelled
+
+Made by `python benchmarks/arm_mca.py`: llvm-mca 19 on what LLVM writes for our kernels; evidence: modelled. Rates are
+multiply-accumulates a cycle of a core. `plain` is what LLVM makes of a product as one writes it down, `bound` what the
+same model gives for the products alone (of `smull`, with what adds them up). Caches are not modelled, every load hits:
+one token waits for memory on most machines. Loops end with their group where LLVM unrolled it (groups of 32 columns),
+so scales are part of them; elsewhere what follows a group is not. Weights
+are 1024x1024; convolutions have 64 channels.
+
+| level | core | kernel | tokens | product | plain | ours | bound | of it |
+|---|---|---|---|---|---|---|---|---|
+"""
 
 
 if __name__ == "__main__":

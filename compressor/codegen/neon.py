@@ -57,6 +57,7 @@ def _smull_codes(acc: Any, codes: Any, activation: Any, bits: int) -> Any:
 
 
 def _sdot(acc: Any, one: Any, other: Any) -> Any:
+    """Add four products a lane; the second operand may be one lane of a register."""
     return _call("sdot", "int32x4", acc, _octets(one), _octets(other))
 
 
