@@ -31,10 +31,10 @@ from kernel_cases import (
 )
 
 from compressor.codegen.isa import Isa
+from compressor.codegen.kernels import activations, embedding, norm, vector
 from compressor.codegen.kernels import dense as dense_linear
-from compressor.codegen.kernels import embedding, norm, vector
 from compressor.codegen.kernels.convolution import patches
-from compressor.codegen.kernels.linear import activations, bit_planes
+from compressor.codegen.kernels.linear import bit_planes
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.targets import x86
 from compressor.codegen.targets.x86 import X86
