@@ -40,8 +40,8 @@ class Isa:
         spread: (64 int8, uint64, 64 int8) -> the elements, from the first on, where a bit is set, and those of the
             third where it is not.
         spread_eight: the same of eight bytes: (uint64, uint64 of eight bits, uint64).
-        mmla: (accumulator, bytes, bytes) -> accumulator + the products of 2 x 8 unsigned codes by 8 x 2 activations, in a
-            register of four int32: first those of the first row of codes.
+        mmla: (accumulator, bytes, bytes) -> accumulator + the products of 2 x 8 by 8 x 2 signed bytes, in a
+            register of four int32: first those of the first row.
         ahead_bytes: how far ahead codes are prefetched where several tokens read them slowly; 0 where they are not.
         matrix_unit: ``amx`` where registers hold matrices of int8 or bfloat16.
         archs: of GPUs, what the bundle has machine code for, as nvcc names them ("sm_90"), the least first.

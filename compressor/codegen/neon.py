@@ -4,7 +4,7 @@ A register has four lanes of 32 bits, and each level has the one before it::
 
     neon      smull, addp, sadalp: four instructions for sixteen products of bytes      Cortex-A53, Raspberry Pi 4
     dotprod   sdot: one for sixteen                                                     Cortex-A55, Raspberry Pi 5
-    i8mm      usdot: of unsigned by signed bytes; usmmla: one for 32, 2 x 8 by 8 x 2      Neoverse V1, Cortex-A510
+    i8mm      usdot: of unsigned by signed bytes; smmla: one for 32, 2 x 8 by 8 x 2       Neoverse V1, Cortex-A510
 """
 
 from __future__ import annotations
@@ -41,32 +41,23 @@ def _signed(dot: Callable[[Any, Any, Any], Any], acc: Any, codes: Any, activatio
     return dot(acc, less_128(codes, _LANES), activation) - more
 
 
-def _products(one: Any, other: Any) -> tuple[Any, Any]:
-    """Return sixteen products of signed bytes, int16x8 twice."""
+def _smull(acc: Any, one: Any, other: Any) -> Any:
+    """Add pairs of products in 16 bits, which hold two of 127 by -128, the largest: codes of activations end at 127."""
     from tvm.script import tirx as T
 
-    pairs = []
+    halves = []
     for half in (list(range(8)), list(range(8, 16))):
         operands = (T.Shuffle([_octets(value)], half) for value in (one, other))
-        pairs.append(_call("smull", "int16x8", *operands))
-    return pairs[0], pairs[1]
-
-
-def _smull(acc: Any, one: Any, other: Any) -> Any:
-    """Add four products a lane; two of -128 by -128 need 17 bits, so they are added in 32."""
-    low, high = (_call("saddlp", "int32x4", part) for part in _products(one, other))
-    return acc + _call("addp", "int32x4", low, high)
+        halves.append(_call("smull", "int16x8", *operands))
+    return acc + _call("saddlp", "int32x4", _call("addp", "int16x8", *halves))
 
 
 def _smull_codes(acc: Any, codes: Any, activation: Any, bits: int) -> Any:
-    """Add pairs of products in 16 bits, which 2 * 127 * 128 fits; then pairs of those."""
-    if bits == 8:
-        return _signed(_smull, acc, codes, activation)
-    low, high = _products(codes, activation)
-    return acc + _call("saddlp", "int32x4", _call("addp", "int16x8", low, high))
+    return _smull(acc, codes, activation) if bits < 8 else _signed(_smull, acc, codes, activation)
 
 
 def _sdot(acc: Any, one: Any, other: Any) -> Any:
+    """Add four products a lane; the second operand may be one lane of a register."""
     return _call("sdot", "int32x4", acc, _octets(one), _octets(other))
 
 
@@ -80,8 +71,8 @@ def _usdot(acc: Any, codes: Any, activation: Any, _bits: int) -> Any:
     return _call("usdot", "int32x4", acc, _octets(codes), _octets(activation))
 
 
-def _usmmla(acc: Any, codes: Any, activation: Any) -> Any:
-    return _call("usmmla", "int32x4", acc, _octets(codes), _octets(activation))
+def _smmla(acc: Any, codes: Any, activation: Any) -> Any:
+    return _call("smmla", "int32x4", acc, _octets(codes), _octets(activation))
 
 
 def _tbl4(values: Sequence[float], index: Any) -> Any:
@@ -104,24 +95,26 @@ def _cnt(word: Any) -> Any:
 
 
 def _tbx(values: Any, flags: Any, others: Any) -> Any:
-    """Spread eight bytes: a byte's place among those set is the number of ones up to it, less one.
+    """Spread eight bytes: a byte takes the one whose number is that of the flags before its own.
 
-    What is not set asks for byte 255, which no table has; ``tbx`` leaves the other there.
+    What is not set asks for byte 255, which no table has; ``tbx`` leaves the other there.  Numbers are computed in a
+    register of 64 bits, since TVM takes selections of bytes for the same whose conditions differ.
     """
     from tvm.script import tirx as T
 
     def octets(value: Any) -> Any:
         return T.reinterpret(value, dtype="int8x8")
 
-    bits = T.Shuffle([T.int8((1 << i) - 256 * (i == 7)) for i in range(8)], list(range(8)))
-    every = T.broadcast(T.Cast("int8", flags), 8)
-    is_set = T.NE(T.bitwise_and(every, bits), T.broadcast(T.int8(0), 8))
-    ones = T.Select(is_set, T.broadcast(T.int8(1), 8), T.broadcast(T.int8(0), 8))
-    count = T.reinterpret(ones, dtype="uint64")
-    for step in (8, 16, 32):  # sums of the bytes up to each
-        count = T.bind(count + T.shift_left(count, T.uint64(step)))
-    place = T.Select(is_set, octets(count) - T.broadcast(T.int8(1), 8), T.broadcast(T.int8(-1), 8))
+    def constant(value: int) -> Any:  # TVM has none above 2^63
+        return T.reinterpret(T.int64(value - (value >> 63 << 64)), dtype="uint64")
+
+    every = T.uint64(0x0101010101010101)
+    own, low = T.bind(flags * every & constant(0x8040201008040201)), constant(0x7F7F7F7F7F7F7F7F)
+    ones = T.bind(T.shift_right(T.bitwise_or(T.bitwise_and(own, low) + low, own), T.uint64(7)) & every)
+    before = ones * every - ones  # a product with ones is the sum of the bytes up to each
+    unset = T.bitwise_not(T.shift_left(ones, T.uint64(8)) - ones)
     table = T.reinterpret(T.Shuffle([values, T.uint64(0)], [0, 1]), dtype="int8x16")
+    place = octets(T.bind(T.bitwise_or(before, unset)))
     return T.reinterpret(_call("tbx1", "int8x8", octets(others), table, place), dtype="uint64")
 
 
@@ -152,7 +145,7 @@ I8MM = replace(
     mattr=("+neon", "+dotprod", "+i8mm"),
     dot4=_usdot,
     signed4=None,
-    mmla=_usmmla,
+    mmla=_smmla,
 )
 
 ISAS = {isa.name: isa for isa in (I8MM, DOTPROD, NEON)}

@@ -33,14 +33,14 @@ def target(isa: Isa) -> tvm.target.Target:
 
 
 def compiled(func: tvm.tirx.PrimFunc, isa: Isa) -> Any:
-    """Compile one kernel to an aarch64 module."""
+    """Compile one kernel without executing it."""
     module = tvm.IRModule({"kernel": func.with_attr("global_symbol", "kernel")})
-    return tvm.compile(module, target=target(isa), tir_pipeline=PIPELINE).mod
+    return tvm.compile(module, target=target(isa), tir_pipeline=PIPELINE)
 
 
 def build(func: tvm.tirx.PrimFunc, isa: Isa) -> Any:
     """Compile and load one kernel; the result is called with TVM's tensors, as one of this machine."""
-    return _emulator(CPUS[isa.name]).load(compiled(func, isa))
+    return emulator(CPUS[isa.name]).load(compiled(func, isa).mod)
 
 
 def _tool(name: str) -> str:
@@ -65,7 +65,8 @@ def _runner() -> Path:
 
 
 @functools.cache
-def _emulator(cpu: str) -> _Emulator:
+def emulator(cpu: str) -> _Emulator:
+    """Return the process that emulates a CPU."""
     return _Emulator(cpu)
 
 

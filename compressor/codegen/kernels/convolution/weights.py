@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from tvm.script import tirx as T
@@ -52,9 +51,11 @@ def activation_words(four: Any, isa: Isa) -> list[Any]:
 def add_products(total: Any, at: list[Any], acts: list[Any], weights: list[Any], fmt: Format, isa: Isa) -> None:
     """Emit the addition of the products of :func:`activation_words` with the words of four columns to sums."""
     value = total[tuple(at)]
-    times = isa.signed4 or isa.dot2 or partial(dot4, fmt=fmt, isa=isa)
     for act, weight in zip(acts, weights, strict=True):
-        value = times(value, act, weight)
+        if isa.signed4 is not None:  # which takes a lane of its second operand
+            value = isa.signed4(value, weight, act)
+        else:
+            value = dot4(value, act, weight, fmt, isa) if isa.dot2 is None else isa.dot2(value, act, weight)
     T.buffer_store(total, value, at)
 
 

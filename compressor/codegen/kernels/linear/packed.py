@@ -19,9 +19,9 @@ import tvm
 from tvm.script import tirx as T
 
 from compressor.codegen.isa import INDEPENDENT_ROWS, Isa
-from compressor.codegen.kernels import amx, panels
+from compressor.codegen.kernels import amx
 from compressor.codegen.kernels.amx import SIDE
-from compressor.codegen.kernels.linear import bit_planes, blocks, expand, prompts
+from compressor.codegen.kernels.linear import bit_planes, blocks, expand, panels, prompts
 from compressor.codegen.kernels.linear import tiles as amx_tiles
 from compressor.codegen.kernels.linear.bit_planes import PlaneProducts
 from compressor.codegen.kernels.linear.blocks import FewRows, by_vectors, vector_block

@@ -36,8 +36,8 @@ class Products:
         self.has_zeros = fmt.element is None and not fmt.codebook
         self.accumulators = 1
         self.half = fmt.zero_point % 1 if self.integer else 0.0
-        # Bytes that meet signed products are less 128, and so are their zero points.
-        self.is_signed = self.integer and self.has_zeros and fmt.bits == 8 and isa.signed4 is not None
+        # What codes are less where products multiply them, and their zero points; only signed products need it.
+        self.less = 128 if self.integer and self.has_zeros and fmt.bits == 8 and isa.signed4 is not None else 0
 
     def lanes(self, n_tokens: int, n_tiles: int) -> Iterator[tuple[int, int, Any]]:
         """(token, tile, rows of the tile that one register holds)."""
@@ -59,8 +59,8 @@ class Products:
         return code_quad(lambda word: codes[tile, chunk, word, at], self.fmt, quad, self.isa.lanes)
 
     def dot(self, total: Any, codes: Any, four: Any) -> Any:
-        """Add the products of four codes, less what :attr:`is_signed` says, with four activations in each lane."""
-        if self.is_signed:
+        """Add the products of four codes with four activations in each lane."""
+        if self.less:
             assert self.isa.signed4 is not None
             return self.isa.signed4(total, less_128(codes, self.isa.lanes), four)
         return dot4(total, codes, four, self.fmt, self.isa)
@@ -88,11 +88,10 @@ class Products:
         """Minus the zero points of a register's rows times ``total``, the sum of a token's activations in the group."""
         lanes, kind = self.isa.lanes, "int32" if self.integer else "float32"
         minus_sum = self._const(0) - total
-        less = 128 if self.is_signed else 0
         if zeros is None:
-            return T.broadcast(minus_sum * self._const(self.fmt.zero_point - self.half - less), lanes)
+            return T.broadcast(minus_sum * self._const(self.fmt.zero_point - self.half - self.less), lanes)
         points = T.Cast(f"{kind}x{lanes}", self.of_rows(zeros, tile, g, at))
-        return T.broadcast(minus_sum, lanes) * (points - splat(less, lanes) if less else points)
+        return T.broadcast(minus_sum, lanes) * (points - splat(self.less, lanes) if self.less else points)
 
     def of_rows(self, part: Any, tile: Any, g: Any, at: Any) -> Any:
         """Scales or zeros of a register's rows; those of a block share one."""

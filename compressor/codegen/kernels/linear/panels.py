@@ -19,7 +19,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
-from compressor.codegen.kernels.codes import code_quad, less_128
+from compressor.codegen.kernels.codes import centred, code_quad
 from compressor.codegen.kernels.linear.blocks import vector_block
 from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.weights import Weight
@@ -36,7 +36,7 @@ _STEP = 16
 def supports(body: Products) -> str:
     """Say why prompts do not take panels; an empty text where they do."""
     fmt, isa = body.fmt, body.isa
-    if isa.lanes != _LANES or isa.signed4 is None and isa.mmla is None:
+    if isa.lanes != _LANES or (isa.signed4 is None and isa.mmla is None):
         return f"{isa.name} has no products of a register's lane"
     if type(body) is not Products or not body.integer or not body.has_zeros:
         return f"{fmt.name} does not multiply bytes of all columns"
@@ -66,6 +66,10 @@ class PanelProducts(Products):
     def __init__(self, rows: int, columns: int, fmt: Format, isa: Isa) -> None:
         super().__init__(rows, columns, fmt, isa)
         self.columns, self.chunks, self.group_chunks = columns, -(-columns // _STEP), -(-self.group_columns // _STEP)
+        if fmt.symmetric:  # the zero point is subtracted once, so that sums begin with zero
+            self.less = int(fmt.zero_point - self.half)
+        elif fmt.bits == 8:
+            self.less = 128
 
     def words(self) -> tuple[int, int]:
         """Return the panel's shape, filled up to whole chunks of both kinds."""
@@ -91,7 +95,7 @@ class PanelProducts(Products):
 
     def _stored(self, codes: Any, tile: Any, chunk: Any, quad: int, at: Any) -> Any:
         value = code_quad(lambda word: codes[tile, chunk, word, at], self.fmt, quad, _LANES)
-        return T.bind(less_128(value, _LANES) if self.is_signed else value)
+        return T.bind(centred(value, self.less, _LANES) if self.less else value)
 
     def _store(self, panel: Any, two: Any, part: int, pair: list[Any]) -> None:
         for i, value in enumerate(pair):
@@ -102,14 +106,15 @@ class PanelProducts(Products):
         n_tiles: int,
     ) -> None:  # fmt: skip
         """Add sixteen columns of a tile and every token."""
-        assert n_tiles == 1 and self.isa.signed4 is not None
+        times = self.isa.signed4
+        assert n_tiles == 1 and times is not None
         acts = [self._activations(a, m0 + t, c, "int32x4") for t in range(n_tokens)]
         for quad in range(_STEP // 4):
             for part in range(0, TILE_ROWS, _LANES):
                 at = T.ramp(part, 1, _LANES)
                 word = T.bind(codes[first, 4 * c + quad, at])
                 for t, four in enumerate(acts):
-                    value = self.isa.signed4(acc[t][0, at], word, T.Shuffle([four], [quad] * _LANES))
+                    value = times(acc[t][0, at], word, T.Shuffle([four], [quad] * _LANES))
                     T.buffer_store(acc[t], value, [0, at])
 
     @staticmethod
