@@ -1,6 +1,7 @@
 """Build architectures of a search space: find sub-layers, build a choice, count it.
 
-Invariant of a build: the smaller graph's outputs are those of the whole one with zeros in the place of what went."""
+Invariant of a build: the smaller graph's outputs are those of the whole one with zeros in the place of what went.
+"""
 
 from __future__ import annotations
 
@@ -184,12 +185,7 @@ def build(graph: GraphModule, ctx: Context, pass_name: str, parts: Parts, picks:
 
 
 def _record_linears(
-    graph: GraphModule,
-    ctx: Context,
-    pass_name: str,
-    begin: int,
-    before: Mapping[str, int],
-    errors: Mapping[str, float],
+    graph: GraphModule, ctx: Context, pass_name: str, begin: int, before: Mapping[str, int], errors: Mapping[str, float]
 ) -> None:
     """Record linears that went for one that stands in the place of a sub-layer, and these."""
     after, known = weight_bytes_of(graph), {record.site for record in ctx.records[begin:]}
@@ -296,9 +292,10 @@ def amounts(
         "weight_bytes": weight_bytes(graph),
         "cache_bytes": cache_bytes_per_token(info.cache_format, info.cache_heads, info.head_dim),
     }
-    for site in _beside(graph, layers) if fmt is not None else ():
+    for site in _beside(graph, layers):
         stored = graph.get_parameter(site.weight_name)
-        total["weight_bytes"] += fmt.packed_bytes(*stored.shape) - stored.numel() * stored.element_size()
+        saved = 0 if fmt is None else stored.numel() * stored.element_size() - fmt.packed_bytes(*stored.shape)
+        total["weight_bytes"] -= saved
     return {measure: (rows[measure], total[measure] - whole[measure]) for measure in rows}
 
 

@@ -175,8 +175,8 @@ class ImageFormats(Formats):
 
     @property
     def of_search(self) -> dict[str, Any]:
-        """Convolutions have few channels."""
-        return {"multiple": 4, "convolution": ["width:0.75", "width:0.5", "none"]}
+        """Convolutions have few channels, and networks many blocks: this ranking takes one run for each that goes."""
+        return {"multiple": 4, "convolution": ["width:0.75", "width:0.5", "none"], "depth": "iterative"}
 
     @property
     def of_training(self) -> dict[str, Any]:
