@@ -30,6 +30,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-docs", action="store_true", help="write what docs take from docstrings: options and the map"
     )
+    parser.addoption("--arm", metavar="LEVEL", help="run tests of kernels for ARM's level, or each, under qemu")
+    parser.addoption("--most-cases", metavar="N", type=int, help="run so many cases of each test at most")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the names of x86's instruction sets stand for a level of ARM, or for a different one each."""
+    config.addinivalue_line("markers", "of_x86: checks what only x86 has; --arm leaves it out")
+    if level := config.getoption("--arm"):
+        from compressor.codegen import neon
+        from compressor.codegen.targets import x86
+
+        each = {"AMX": "i8mm", "AVX512_VPOPCNTDQ": "i8mm", "AVX512_VNNI": "dotprod", "AVX2": "neon"}
+        for name, its_level in each.items():
+            setattr(x86, name, neon.ISAS[its_level if level == "each" else level])
+        x86.ISAS = dict(neon.ISAS)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only x86 has where ARM is asked for, and what lies beyond the most cases of a test."""
+    if config.getoption("--arm"):
+        items[:] = [item for item in items if item.get_closest_marker("of_x86") is None]
+    if most := config.getoption("--most-cases"):
+        seen: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            seen.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        items[:] = [item for cases in seen.values() for item in cases[:most]]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -165,8 +165,11 @@ def plan_command(recipe: str, probe: bool, as_json: bool, **changes: Any) -> Non
 @click.option("--target", default="x86", show_default=True, help="Target to generate code for.")
 @click.option("--budget", required=True, metavar="KIND=AMOUNT", help="weight_bytes=4MB, or latency=0.6 of dense.")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Folder of the bundle.")
-@click.option("--calibration", default="python_docs", show_default=True, help="Text that passes use.")
-@click.option("--evaluation", default="python_docs_heldout", show_default=True, help="Text that candidates differ on.")
+@click.option("--calibration", default="python_docs", show_default=True, help="Text or images that passes use.")
+@click.option(
+    "--evaluation",
+    help="Text or images that candidates differ on [default: python_docs_heldout; images that calibration leaves].",
+)
 @executor_option
 @threads_option
 @json_option
@@ -177,7 +180,7 @@ def auto(
     budget: str,
     output: Path,
     calibration: str,
-    evaluation: str,
+    evaluation: str | None,
     executor: str | None,
     threads: int | None,
     as_json: bool,
@@ -200,8 +203,8 @@ def auto(
             from compressor.run.automatic.job import choose_recipe
             from compressor.run.job import run_recipe
 
-        texts = calibration, evaluation
-        place, tried = choose_recipe(model, target, limit, output, texts, jobs, reporter)
+        data = calibration, evaluation
+        place, tried = choose_recipe(model, target, limit, output, data, jobs, reporter)
         outcome = run_recipe(load_recipe(str(place)), output, reporter=reporter, threads=threads, executor=jobs)
 
     def show() -> None:

@@ -99,12 +99,14 @@ def show_tried(tried: Sequence[Tried]) -> None:
     """Show what each candidate was foreseen to take, and what it takes and loses."""
     table = Table(title="candidates")
     steps = ("step, planned", "step, share of dense")
-    for heading in ("", "weights, planned", "weights", *steps, "KL, nats", "perplexity"):
+    of_images = any(one.accuracy is not None for one in tried)
+    quality = "accuracy" if of_images else "perplexity"
+    for heading in ("", "weights, planned", "weights", *steps, "KL, nats", quality):
         table.add_column(heading, justify="right" if heading else "left")
     table.add_column("")
-    forms = ("bytes", "bytes", "{:.3g} ms", "{:.3f}", "{:.4f}", "{:.3f}")
+    forms = ("bytes", "bytes", "{:.3g} ms", "{:.3f}", "{:.4f}", "{:.1%}" if of_images else "{:.3f}")
     for one in tried:
-        measured = (one.latency, one.kl_divergence, one.perplexity)
+        measured = (one.latency, one.kl_divergence, one.accuracy if of_images else one.perplexity)
         values = (one.predicted_bytes, one.weight_bytes, one.predicted_ms, *measured)
         cells = ["" if value is None else figure(value, form) for value, form in zip(values, forms, strict=True)]
         table.add_row(one.candidate.name, *cells, "chosen" if one.chosen else one.note)

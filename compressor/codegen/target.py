@@ -6,6 +6,7 @@ A target is a frozen dataclass whose fields are its options in a recipe (``targe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
@@ -48,6 +49,13 @@ class NativeTarget(Target, Protocol):
 
     def launcher(self, isa: Isa) -> tuple[str, ...]:
         """Return what stands before the command of a process that runs code for ``isa``: nothing, or an emulator."""
+
+    def tvm_runtime(self) -> Path | None:
+        """Return the folder of TVM's run-time libraries for the target's machines; None where no wheel has them.
+
+        Raises:
+            ToolchainError: they cannot be had.
+        """
 
     def link(self, output: str, objects: Sequence[str]) -> None:
         """Link object files into a shared library; raises ToolchainError."""

@@ -16,6 +16,7 @@ from compressor.export.publish import publishing
 from compressor.host.cache import cache_folder, replace_file
 from compressor.host.digests import file_sha256
 from compressor.host.resources import resource, runtime_files
+from compressor.host.wheels import tvm_runtime
 from compressor.version import installed_versions
 
 BATCH = "batch.json"
@@ -59,7 +60,7 @@ def writing_batch(folder: Path) -> Iterator[Path]:
                 shutil.copyfile(source, partial / name)
         for name in _RUNNER:
             shutil.copyfile(resource("export") / "tuning" / name, partial / name)
-        copy_tvm_runtime(partial / "lib", ["libtvm_runtime.so", "libtvm_runtime_cuda.so"])
+        copy_tvm_runtime(partial / "lib", tvm_runtime("x86_64"), ["libtvm_runtime.so", "libtvm_runtime_cuda.so"])
         (partial / "kernels").mkdir()
         yield partial
 

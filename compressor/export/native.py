@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import shutil
 import string
 from collections.abc import Mapping, Sequence
@@ -59,6 +58,8 @@ class NativeParts:
         entry_bytes: memory that an entry of a batch takes; None where a batch must not be divided.
         parts: as of :class:`compressor.codegen.lowering.compile.Library`.
         archs: GPUs that the kernels run on, as nvcc names them; none of kernels for CPUs.
+        tvm_runtime: folder of TVM's run-time libraries for the machines that the bundle is for; None where no wheel has
+            them.
     """
 
     name: str
@@ -74,6 +75,7 @@ class NativeParts:
     entries: Mapping[str, Sequence[int]] = field(default_factory=dict)
     parts: Sequence[Mapping[str, Any]] = ()
     archs: Sequence[str] = ()
+    tvm_runtime: Path | None
 
 
 def write_native(folder: Path, parts: NativeParts) -> Written:
@@ -122,7 +124,9 @@ def _copy_runtime(folder: Path, parts: NativeParts) -> None:
     for name, source in runtime_files().items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source, folder / name)
-    copy_tvm_runtime(folder / "lib", ["libtvm_runtime.so", *(["libtvm_runtime_cuda.so"] if parts.archs else [])])
+    names = ["libtvm_runtime.so", *(["libtvm_runtime_cuda.so"] if parts.archs else [])]
+    if parts.tvm_runtime is not None:
+        copy_tvm_runtime(folder / "lib", parts.tvm_runtime, names)
     readme = string.Template((python / "README-bundle.md").read_text(encoding="utf-8"))
     words = {
         "name": parts.name,
@@ -140,17 +144,13 @@ def _copy_runtime(folder: Path, parts: NativeParts) -> None:
     (folder / "README.md").write_text(readme.substitute(words), encoding="utf-8")
 
 
-def copy_tvm_runtime(folder: Path, names: Sequence[str]) -> None:
-    """Copy TVM's run-time libraries and its licence, found without importing TVM."""
-    spec = importlib.util.find_spec("tvm")
+def copy_tvm_runtime(folder: Path, source: Path, names: Sequence[str]) -> None:
+    """Copy TVM's run-time libraries from the folder ``source``, and its licence."""
     folder.mkdir()
     for name in names:
-        library = Path(spec.origin).parent / "lib" / name if spec is not None and spec.origin else None
-        if library is None or not library.is_file():
-            raise ToolchainError(
-                f"{library or 'tvm'}: not found; install the apache-tvm wheel that Compressor asks for"
-            )
-        shutil.copyfile(library, folder / library.name)
+        if not (source / name).is_file():
+            raise ToolchainError(f"{source / name}: not found; install the apache-tvm wheel that Compressor asks for")
+        shutil.copyfile(source / name, folder / name)
     for entry in importlib.metadata.files("apache-tvm") or ():
         if entry.name in ("LICENSE", "NOTICE"):
             shutil.copyfile(str(entry.locate()), folder / f"{entry.name}-apache-tvm")

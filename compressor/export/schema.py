@@ -111,6 +111,7 @@ class Manifest(_Entry):
     cpu_features: list[str]
     # Bundles from before there were several say nothing.
     libraries: Annotated[list[LibraryEntry], Field(min_length=1)] | None = None
+    system: Literal["android", "macos"] | None = None  # other than Linux
     device: Literal["cuda"] | None = None  # of schema 3 alone
     cuda_capabilities: Annotated[list[str], Field(min_length=1)] | None = None
     versions: dict[str, str]

@@ -4,7 +4,8 @@
          '-> norm -> attention, linears -> + ->                  or added at once
 
 Between two branches one token-dependent tensor is live, the residual stream (:mod:`compressor.graph.segments`), and a
-branch is an addition to it.  Where a norm follows each sum, as in BERT, it belongs to the branch in front of it.
+branch is an addition to it.  Where a norm follows each sum, as in BERT, or a ReLU, as in ResNets, it belongs to the
+branch in front of it.  Convolutions whose shortcut changes the stream, as it gets smaller, are a branch that stays.
 """
 
 from __future__ import annotations
@@ -12,31 +13,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal, cast
+from typing import Any, cast
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.graph.caches import drop_unread_caches
+from compressor.graph.kinds.branch_parts import ATTENTION, Part, mixes_tokens, part_of
+from compressor.graph.kinds.halves import needed_nodes
 from compressor.graph.provenance import describe, module_path
 from compressor.graph.residual import carried, is_sum
 from compressor.graph.rewrite import drop_dead_parameters
 from compressor.graph.segments import narrow_points, token_nodes
 from compressor.graph.sites import PACKED_FORM
 
-_ATEN, _OPS = torch.ops.aten, torch.ops.compressor
-_ATTENTION = (
-    _OPS.cached_attention.default,
-    _OPS.packed_attention.default,
-    _OPS.masked_attention.default,
-    _ATEN.scaled_dot_product_attention.default,
-)
-_RECURRENT = (_OPS.selective_scan.default, _OPS.gated_delta_rule.default, _OPS.wkv.default)
-_TAPS = _OPS.causal_convolution.default
 _LINEAR = (*PACKED_FORM, *PACKED_FORM.values())
-Part = Literal["attention", "ffn"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +35,8 @@ class Branch:
     """One addition to the residual stream.
 
     Attributes:
-        part: ``attention`` where it mixes tokens: it holds an attention operator or a recurrent one; else ``ffn``.
+        part: ``attention`` where it mixes tokens: it holds an attention operator or a recurrent one; ``convolution``
+            where it looks at patches of images; else ``ffn``.
         entry: the stream in front of it.
         exit: the stream behind it, which has the entry's shape; a norm's output where one follows each sum.
         sum: what the addition gives.
@@ -165,21 +157,6 @@ def _without(node: Node, entry: Node, terms: set[Node]) -> Node | None:
     return node
 
 
-def mixes_tokens(nodes: Sequence[Node]) -> bool:
-    """Return whether an attention operator or a recurrent one is among some nodes.
-
-    A convolution of two taps is not one: RWKV's feed-forward networks look at the token before theirs.
-    """
-    return any(
-        node.target in (*_ATTENTION, *_RECURRENT) or (node.target is _TAPS and _taps(node) > 2) for node in nodes
-    )
-
-
-def _taps(convolution: Node) -> int:
-    weight: Any = convolution.args[1]
-    return int(weight.meta["val"].shape[-1])
-
-
 def _grouped(branches: Sequence[Branch]) -> Iterator[list[Branch]]:
     """Part a stream's branches into blocks.
 
@@ -242,9 +219,12 @@ def _branches(entry: Node, total: Node, between: list[Node]) -> Iterator[list[Br
         else:
             pure = pure and is_sum(node) and (node is total or len(node.users) == 1)
             ahead += sources
+    whole = _branch(entry, total, between, ())
+    changes = is_sum(total) and all(entry in needed_nodes([term], {entry}) for term in terms)  # the shortcut does
+    if not reached and changes and whole.part == "convolution":
+        yield [replace(whole, reason="its shortcut changes what is in front of it")]
     if not reached or not any(term in inside for term in terms):
         return
-    whole = _branch(entry, total, between, ())
     if pure and all(term in inside and len(term.users) == 1 for term in terms):
         mixing = {term for term in terms if mixes_tokens(_cones((term,), between))}
         if 0 < len(mixing) < len(terms):
@@ -257,11 +237,10 @@ def _branches(entry: Node, total: Node, between: list[Node]) -> Iterator[list[Br
 
 def _branch(entry: Node, total: Node, nodes: Sequence[Node], terms: tuple[Node, ...]) -> Branch:
     behind = _descendants(entry, nodes)
-    mixers = [node for node in nodes if node.target in _ATTENTION]
+    mixers = [node for node in nodes if node.target in ATTENTION]
     keys = [arg for node in mixers for arg in node.args[1:2] if isinstance(arg, Node)]
-    part: Part = "attention" if mixes_tokens(nodes) else "ffn"
     crosses = bool(mixers) and all(key not in behind for key in keys)
-    return Branch(part, entry, total, total, terms, tuple(nodes), crosses, _common(nodes))
+    return Branch(part_of(nodes), entry, total, total, terms, tuple(nodes), crosses, _common(nodes))
 
 
 def _descendants(entry: Node, nodes: Sequence[Node]) -> set[Node]:

@@ -1,4 +1,4 @@
-"""Search an architecture: which attentions and feed-forward networks stay, and how wide, under limits of time and size.
+"""Search an architecture: which parts of blocks stay, and how wide, under limits of time, memory and size.
 
     space -> weights of each alternative -> scores of single changes -> costs of each on the target
           -> integer programme, one scenario after the other -> the best of a pool
@@ -28,6 +28,7 @@ from compressor.pipeline.structured.architecture_formats import Problem, rounded
 from compressor.pipeline.structured.architecture_scores import Scores, check_held_out
 from compressor.pipeline.structured.architecture_search import Depth, Search, rank_removals, search
 from compressor.pipeline.structured.architecture_starts import sort_parts
+from compressor.pipeline.structured.costs.memory import memory_counter
 from compressor.search.joint import check_schemes, set_chosen
 from compressor.search.knapsack import require_solver
 from compressor.search.options import LimitOptions, SpaceOptions
@@ -43,7 +44,7 @@ _OF_CHOICE = {*(one.name for one in fields(LimitOptions)), "scheme", "schemes", 
 
 @dataclass(frozen=True, kw_only=True)
 class Puzzle(LimitOptions, SpaceOptions, CandidateOptions, Pass):
-    """Choose what stands in the place of each attention and each feed-forward network, and build it.
+    """Choose what stands in the place of each attention, feed-forward network or block of convolutions, and build it.
 
     Each alternative is scored alone, by the divergence of the model's predictions on samples that are held out.  The
     least sum of scores within the limits is found exactly; it, other choices and all architectures that are the same
@@ -105,16 +106,18 @@ class Puzzle(LimitOptions, SpaceOptions, CandidateOptions, Pass):
         return fitted + self.held_out * (1 + sum(len(row) - 1 for row in space) / 2)
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:
-        """Refuse other models than decoders, an empty space, and limits that no architecture of it meets."""
+        """Refuse other models than decoders and classifiers, an empty space, and limits that nothing of it meets."""
         require_solver()
         self._problem(graph)
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Search, and build the architecture; notes state it block by block, and what was foreseen of it."""
         ids = ctx.calibration(_NAME).ids
-        given = self._problem(graph)
+        given, memory = self._problem(graph), self.most_memory
         parts, space = given.parts, given.space
-        assert isinstance(ids, Tensor)  # of a decoder of text
+        if memory is not None:
+            memory_counter(ctx, _NAME)  # refuses now, rather than once all is trained
+        assert isinstance(ids, Tensor)  # of a decoder of text, or of images
         held, fitted = split(ids, self.held_out, ctx.seed)
         with naming(_NAME):
             check_held_out(held)
@@ -130,8 +133,9 @@ class Puzzle(LimitOptions, SpaceOptions, CandidateOptions, Pass):
         turns = scenarios(given.joined, rank_removals(graph, ctx, _NAME, parts, space, few, self.depth))
         scores, (fmt, _) = Scores(graph, parts.layers, scored, held), self._formats
         wanted = Search(
-            _NAME, parts, given.joined, scored, scores, given.limits, self.latency, fmt, self.budgets, turns, options
-        )
+            _NAME, parts, given.joined, scored, scores, given.limits, self.latency, memory, fmt, self.budgets, turns,
+            options,
+        )  # fmt: skip
         picks = search(graph, ctx, wanted, self.pool)
         set_chosen(graph, formats_of(graph, parts.layers, picks))
         build(graph, ctx, _NAME, parts, [one.plain for one in picks], starts)

@@ -66,7 +66,10 @@ class StageRecord:
 
 
 StepSeconds: TypeAlias = "Callable[[Sequence[GraphModule]], tuple[list[float], str]]"
-"""Decoders -> seconds of a step of each as the target's kernels compute it, and in words how they were found."""
+"""Decoders or networks of images -> seconds of a step, or an image, of each as the target's kernels compute it, and in
+words how they were found."""
+PeakBytes: TypeAlias = "Callable[[GraphModule, bool], int]"
+"""A graph, and whether its inputs count -> the most bytes of activations that its program holds at once."""
 
 
 @dataclass
@@ -87,6 +90,7 @@ class Context:
         prices: cost of work on this machine, in seconds by unit (:data:`compressor.plan.prices.UNITS`); None if it was
             not measured.
         step_seconds: times steps of decoders (:class:`compressor.run.steps.Steps`); None where no run provides it.
+        peak_bytes: counts memory of activations (:class:`compressor.run.steps.Peaks`); None where no run provides it.
         fronts: of searches, for the report.
         executor: runs independent jobs of a pass, such as the scores of candidates.
         dense: the graph before the first linear was packed, for passes with ``needs_dense``; else None.
@@ -105,6 +109,7 @@ class Context:
     notes: list[str] = field(default_factory=list)
     prices: Mapping[str, float] | None = None
     step_seconds: StepSeconds | None = None
+    peak_bytes: PeakBytes | None = None
     fronts: list[Front] = field(default_factory=list)
     executor: Executor = field(default_factory=InProcess)
     dense: GraphModule | None = None

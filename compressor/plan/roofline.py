@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from compressor.formats.format import Format
 from compressor.graph.costs import NodeCost, node_costs
 from compressor.graph.kinds.encoder_decoder import encoder_nodes
-from compressor.graph.model import ModelInfo
+from compressor.graph.model import ModelInfo, clone_graph
 from compressor.graph.segments import segments
 from compressor.host.machine import cache_bytes
 from compressor.plan.prices import Prices
@@ -86,6 +86,20 @@ def rooflines(graph: GraphModule, prices: Prices) -> list[Roofline]:
     if info.kind == "encoder":
         return [_phase(graph, prices, "forward", prompt, 0)]
     return [_phase(graph, prices, "prefill", prompt, 0), _phase(graph, prices, "decode", 1, prompt)]
+
+
+def bound_ms(graph: GraphModule, prices: Prices) -> float:
+    """Return the bound of a decoder's step, of an encoder's forward call, or of one image of a plain module, in ms.
+
+    A module that was captured with a fixed batch is taken as it is.
+    """
+    if graph.meta["model"].kind != "module":
+        return rooflines(graph, prices)[-1].ms
+    one = clone_graph(graph)
+    args, shapes = graph.meta["inputs"]
+    batch = graph.graph.find_nodes(op="placeholder")[0].meta["val"].shape[0]
+    one.meta["inputs"] = (args if isinstance(batch, int) else tuple(x[:1] for x in args), shapes)
+    return _phase(one, prices, "forward", 1, 0).ms
 
 
 def _phase(graph: GraphModule, prices: Prices, phase: str, tokens: int, past: int) -> Roofline:

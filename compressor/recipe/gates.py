@@ -106,10 +106,12 @@ _GATE = re.compile(rf"(<=|>=|<|>)\s*{_NUMBER}(x\s+dense|%|ms|s|[kKMG]i?B|B)?")
 _AMOUNT = re.compile(rf"{_NUMBER}(ms|s|[kKMG]i?B|B)?")
 
 
-def parse_amount(metric: str, value: object) -> float:
+def parse_amount(metric: str, value: object, name: str = "") -> float:
     """Convert a number, or text with one of the metric's units, to the metric's own unit: ``4 MB`` of ``weight_bytes``
     is 4,000,000.
 
+    Args:
+        name: in messages, of an option that is no metric but has the metric's units.
     Raises:
         UsageError: the value is neither.
     """
@@ -119,7 +121,7 @@ def parse_amount(metric: str, value: object) -> float:
     match = _AMOUNT.fullmatch(value.strip()) if isinstance(value, str) and len(value) < 80 else None
     if match is None or (match[2] or "") not in units:
         allowed = ", ".join(unit or "none" for unit in units)
-        raise UsageError(f"{metric} {str(value)[:80]!r}: write a number and a unit ({allowed})")
+        raise UsageError(f"{name or metric} {str(value)[:80]!r}: write a number and a unit ({allowed})")
     return float(match[1]) * units[match[2] or ""]
 
 

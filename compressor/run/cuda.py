@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,9 +67,8 @@ class CudaBackend(NativeBackend):
 
     def estimate_bytes(self, graph: GraphModule) -> int:
         """Count what a bundle for CPUs has, TVM's library for GPUs, and code for each of them."""
-        spec, library = importlib.util.find_spec("tvm"), 0
-        if spec is not None and spec.origin is not None:
-            library = (Path(spec.origin).parent / "lib" / "libtvm_runtime_cuda.so").stat().st_size
+        folder = self._target.tvm_runtime()
+        library = 0 if folder is None else (folder / "libtvm_runtime_cuda.so").stat().st_size
         return super().estimate_bytes(graph) + library + _ARCH_BYTES * len(self.isa.archs)
 
     def compile(

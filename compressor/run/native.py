@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -84,9 +83,8 @@ class NativeBackend:
         """Count the weights, look at shipped files, estimate kernels and manifest."""
         info: ModelInfo = graph.meta["model"]
         shipped = [*runtime_files().values(), resource("export") / "python" / "README-bundle.md"]
-        spec = importlib.util.find_spec("tvm")
-        if spec is not None and spec.origin is not None:
-            shipped.append(Path(spec.origin).parent / "lib" / "libtvm_runtime.so")
+        if (folder := self._target.tvm_runtime()) is not None:
+            shipped.append(folder / "libtvm_runtime.so")
         kernels = len(linear_kernels(graph)) + info.speculates  # attention's alone are not those of both entries
         library = _LIBRARY_BYTES + _KERNEL_BYTES * kernels + _NODE_BYTES * lowered_nodes(graph)
         parameters = sum(1 for _ in graph.parameters())
@@ -146,6 +144,7 @@ class NativeBackend:
                 entry_bytes=library.entry_bytes if independent else None,
                 parts=library.parts,
                 archs=library.isa.archs,
+                tvm_runtime=self._target.tvm_runtime(),
             )
             written = write_native(folder, parts)
         self._libraries.clear()  # they hold memory, which the rest of the run needs
@@ -178,7 +177,8 @@ class NativeBackend:
         if not self._target.executes(isa):
             return Check(f"kernels for {isa.name}", None, "this machine lacks it: compiled, not executed")
         error = smoke_test(folder, self._threads, isa.name, self._target.launcher(isa)).error
-        return Check(f"kernels for {isa.name}", True, f"executed, relative error {error:.2g}")
+        how = "emulated" if self._target.launcher(isa) else "executed"
+        return Check(f"kernels for {isa.name}", True, f"{how}, relative error {error:.2g}")
 
 
 def check_kernels_of(graph: GraphModule, isas: Sequence[Isa]) -> None:

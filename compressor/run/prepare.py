@@ -29,7 +29,7 @@ from compressor.plan.prices import machine_prices
 from compressor.recipe.recipe import Recipe
 from compressor.run.clock import Clock
 from compressor.run.lock import Lock
-from compressor.run.steps import Steps
+from compressor.run.steps import Peaks, Steps
 from compressor.version import installed_versions
 
 if TYPE_CHECKING:
@@ -147,6 +147,7 @@ def prepare(
         spill=Spill(cache_folder() / "spilled") if plan.spill else None,
         prices=here.seconds,
         step_seconds=Steps(recipe, threads, clock.reporter),
+        peak_bytes=Peaks(recipe),
     )
     return Prepared(recipe, backend, context, plan, checkpoint, data, info, lock, clock, threads, graph, dense)
 

@@ -1,15 +1,15 @@
-"""Time steps of decoders on the kernels that a recipe's target ships, for passes that choose by time.
+"""Measure what a recipe's target makes of graphs, for passes that choose by it: time, and memory of activations.
 
-Each decoder becomes a bundle as any other, and all are timed in turns, so that what slows this machine slows all.
+Each graph to time becomes a bundle as any other, and all are timed in turns, so that what slows this machine slows all.
 """
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,26 @@ import numpy as np
 from torch.fx import GraphModule
 
 from compressor.codegen.backend import make_backend
+from compressor.codegen.lowering.live_bytes import live_bytes
+from compressor.errors import UsageError
 from compressor.export.bundle import write_bundle
 from compressor.export.facts import run_facts
 from compressor.pipeline.context import Context
 from compressor.plan.prices import machine_prices
-from compressor.plan.roofline import PROMPT_TOKENS, rooflines
+from compressor.plan.roofline import PROMPT_TOKENS, bound_ms
 from compressor.progress import Reporter
 from compressor.recipe.recipe import Recipe
 from compressor.run.native import NativeBackend
 from compressor.runtime import load
 
+_QUANTILE = 0.1
 _ROUNDS, _STEPS = 15, 12
-"""Rounds in which each decoder takes its turn, and the steps of a turn, the first of which is not counted."""
+"""Rounds in which each takes its turn, and the steps of a turn, the first of which is not counted."""
 
 
 class Steps:
-    """Time one step of decoders, in the middle of a text (:attr:`compressor.pipeline.context.Context.step_seconds`).
+    """Time one step of decoders, in the middle of a text, or one image of networks of images
+    (:attr:`compressor.pipeline.context.Context.step_seconds`).
 
     Args:
         recipe: says the target and how schedules are chosen.
@@ -50,31 +54,67 @@ class Steps:
         """
         backend: object = make_backend(self._recipe.target.build(), self._threads)
         if isinstance(backend, NativeBackend) and backend.runs_here and backend.timed:
-            return self._measure(graphs), f"measured on this machine, with {_context(graphs[0])} tokens of context"
+            with_what = f"with {_context(graphs[0])} tokens of context" if _generates(graphs[0]) else "one at a time"
+            return self._measure(graphs), f"measured on this machine, {with_what}"
         prices = machine_prices()
-        bounds = [rooflines(graph, prices)[-1].ms / 1e3 for graph in graphs]
+        bounds = [bound_ms(graph, prices) / 1e3 for graph in graphs]
         return bounds, "bounds of a roofline, for the target's kernels do not run at their own speed here"
 
     def _measure(self, graphs: Sequence[GraphModule]) -> list[float]:
         with ExitStack() as stack, self._reporter.task("time candidates", len(graphs)) as task:
-            sessions = []
+            turns = []
             for number, graph in enumerate(graphs):
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / str(number)
                 folder.mkdir()
-                sessions.append(self._started(graph, folder))
+                turns.append(self._started(graph, folder))
                 task.advance()
-            return _in_turns(sessions, _rounds(graphs[0]))
+            return _in_turns(turns, _rounds(graphs[0]))
 
-    def _started(self, graph: GraphModule, folder: Path) -> Any:
-        """Make a bundle and return a session of it that has read a text."""
+    def _started(self, graph: GraphModule, folder: Path) -> Callable[[], Any]:
+        """Make a bundle and return what runs one step of it behind a text, or one image."""
         backend = make_backend(self._recipe.target.build(), self._threads)
         backend.compile(graph, self._recipe.tune, None, lambda _isa: None)
         write_bundle(folder, backend.write(folder, graph, False), run_facts(graph, self._recipe, Context(), 0))
+        bundle = load(folder, threads=self._threads)
+        if not _generates(graph):
+            shapes: Any = [node.meta["val"].shape for node in graph.graph.find_nodes(op="placeholder")]
+            sizes = [1 if not isinstance(size, int) else size for size in shapes[0]]
+            return partial(bundle.run, np.random.default_rng(0).standard_normal(sizes, dtype=np.float32))
         prompt = _context(graph)
-        session = load(folder, threads=self._threads).session(capacity=prompt + _rounds(graph) * _STEPS)
+        session = bundle.session(capacity=prompt + _rounds(graph) * _STEPS)
         ids = np.random.default_rng(0).integers(0, graph.meta["model"].vocab_size, (1, prompt), dtype=np.int64)
         session.step(ids)
-        return session
+        return partial(session.step, np.ones((1, 1), np.int64))
+
+
+class Peaks:
+    """Count bytes that are held at once (:attr:`compressor.pipeline.context.Context.peak_bytes`).
+
+    Args:
+        recipe: says the target.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+
+    def __call__(self, graph: GraphModule, with_inputs: bool) -> int:
+        """Return the most bytes of activations that a graph's program for the target holds at once, of one image.
+
+        Raises:
+            UsageError: the target's programs are not those of a CPU.
+        """
+        target = self._recipe.target.build()
+        backend: object = make_backend(target)
+        if not isinstance(backend, NativeBackend) or backend.isa.archs:
+            raise UsageError(
+                f"peak_memory: activations are counted in programs for CPUs alone, and the target is "
+                f"{self._recipe.target.name}; limit latency, weight_bytes or parameters"
+            )
+        return live_bytes(graph, target, with_inputs)
+
+
+def _generates(graph: GraphModule) -> bool:
+    return bool(graph.meta["model"].generates)
 
 
 def _rounds(graph: GraphModule) -> int:
@@ -89,15 +129,17 @@ def _context(graph: GraphModule) -> int:
     return max(1, min(PROMPT_TOKENS, positions - _rounds(graph) * _STEPS)) if positions else PROMPT_TOKENS
 
 
-def _in_turns(sessions: Iterable[Any], rounds: int) -> list[float]:
-    """Return the median step of each session, in seconds, which take turns."""
-    token = np.ones((1, 1), np.int64)
-    times = [(session, list[float]()) for session in sessions]
+def _in_turns(turns: Iterable[Callable[[], Any]], rounds: int) -> list[float]:
+    """Return the tenth percentile of the steps of each, in seconds; they take turns.
+
+    Other processes only ever add to a step, and on a busy machine to most of them, so that a median is theirs.
+    """
+    times = [(run, list[float]()) for run in turns]
     for _ in range(rounds):
-        for session, seconds in times:
-            session.step(token)  # another one's weights are in the caches
+        for run, seconds in times:
+            run()  # another one's weights are in the caches
             for _ in range(_STEPS - 1):
                 begin = time.perf_counter()
-                session.step(token)
+                run()
                 seconds.append(time.perf_counter() - begin)
-    return [statistics.median(seconds) for _, seconds in times]
+    return [float(np.quantile(seconds, _QUANTILE)) for _, seconds in times]

@@ -45,6 +45,11 @@ class Formatted(Alternative):
         return f"{self.inner.label} in {self.stored.name}"
 
     @property
+    def kind(self) -> str:
+        """Name what uniform architectures have of it."""
+        return f"{self.inner.kind} in {self.stored.name}"
+
+    @property
     def fmt(self) -> Format | None:
         """Return the format of its linears."""
         return self.stored

@@ -1,7 +1,7 @@
 """Choose one alternative of each item under several limits at once, exactly, as a mixed-integer programme.
 
     least sum of costs,  one alternative of each item,  sum of sizes <= limit for each measure,
-    and at least two items other than in each choice that is excluded (no-good cuts)
+    each size <= limit for peaks, and at least two items other than in each choice that is excluded (no-good cuts)
 
 Solved by HiGHS through :func:`scipy.optimize.milp`.  Puzzle (arXiv 2411.19146, section 4.2) states the same programme.
 """
@@ -59,6 +59,19 @@ class Limit:
         """Return what the smallest choice takes."""
         return self.rest + sum(map(min, self.sizes))
 
+    def row(self) -> tuple[list[float], float]:
+        """Return a coefficient of every alternative, item after item, and the most that those chosen may sum to."""
+        above = [size - min(row) for row in self.sizes for size in row]
+        scale = _LARGEST / max(*above, 1e-300)
+        room = max(0.0, self.most - self.least + self.rounding)
+        return [size * scale for size in above], room * scale
+
+    def least_under(self, others: Mapping[str, Limit]) -> float | None:
+        """Return the least that is reached within other limits; None where nothing is."""
+        low = min(min(row) for row in self.sizes)
+        found = _solve([[size - low for size in row] for row in self.sizes], others, ())
+        return None if found is None else self.sum(found)
+
     @property
     def rounding(self) -> float:
         """Return by how much sums in another order may differ."""
@@ -67,6 +80,32 @@ class Limit:
     def allows(self, picked: Sequence[int]) -> bool:
         """Tell whether a choice is within the limit."""
         return self.sum(picked) <= self.most + self.rounding
+
+
+@dataclass(frozen=True)
+class Peak(Limit):
+    """Bound the largest of one measure, such as the memory that is taken at any time."""
+
+    def sum(self, picked: Sequence[int]) -> float:
+        """Return the largest of what a choice takes, and of what is there whatever is chosen."""
+        return max(self.rest, *(row[place] for row, place in zip(self.sizes, picked, strict=True)))
+
+    @property
+    def least(self) -> float:
+        """Return the peak of the smallest choice."""
+        return max(self.rest, *map(min, self.sizes))
+
+    def row(self) -> tuple[list[float], float]:
+        """Return 1 for each alternative that is above the limit: none of them may be chosen."""
+        return [float(size > self.most + self.rounding) for row in self.sizes for size in row], 0.0
+
+    def least_under(self, others: Mapping[str, Limit]) -> float | None:
+        """Return the lowest peak within other limits: the first of all sizes that some choice keeps to."""
+        nothing = [[0.0] * len(row) for row in self.sizes]
+        for most in sorted({max(self.least, size) for row in self.sizes for size in row}):
+            if _solve(nothing, {**others, "": replace(self, most=most)}, ()) is not None:
+                return most
+        return None
 
 
 def choose(costs: Rows, limits: Mapping[str, Limit], excluded: Sequence[Sequence[int]] = ()) -> list[int] | None:
@@ -134,20 +173,14 @@ def _together(limits: Mapping[str, Limit]) -> list[str]:
     told = []
     for name, limit in limits.items():
         others = {key: other for key, other in limits.items() if key != name}
-        low = min(min(row) for row in limit.sizes)
-        found = _solve([[size - low for size in row] for row in limit.sizes], others, ())
-        reached = "nothing" if found is None else f"{amount(limit.sum(found))}{limit.unit}"
+        least = limit.least_under(others)
+        reached = "nothing" if least is None else f"{amount(least)}{limit.unit}"
         told.append(f"under the other limits {name} reaches {reached} at least, above {amount(limit.most)}{limit.unit}")
     return told
 
 
 def _solve(costs: Rows, limits: Mapping[str, Limit], excluded: Sequence[Sequence[int]]) -> list[int] | None:
-    bounds: list[tuple[Sequence[float], float]] = []
-    for limit in limits.values():
-        above = [size - min(row) for row in limit.sizes for size in row]
-        scale = _LARGEST / max(*above, 1e-300)
-        room = max(0.0, limit.most - limit.least + limit.rounding)
-        bounds.append(([size * scale for size in above], room * scale))
+    bounds: list[tuple[Sequence[float], float]] = [limit.row() for limit in limits.values()]
     for picked in excluded:
         same = [float(place == chosen) for row, chosen in zip(costs, picked, strict=True) for place in range(len(row))]
         bounds.append((same, len(costs) - min(2, len(costs))))

@@ -2,6 +2,7 @@
 
     block 3: attention   as_is | heads:0.5 | kv_heads:2 | linear | none
              ffn         as_is | width:0.75 | width:0.5 | linear | none      channels are sorted: each width is a prefix
+    layer1.2: convolution  as_is | width:0.75 | width:0.5 | none             of a network of images
 
 An alternative is a class in a file of :mod:`compressor.search.alternatives`, or an entry point in the group
 ``compressor.search.alternatives``.
@@ -89,7 +90,7 @@ class Mapped:
 
 @dataclass(frozen=True)
 class SubLayer:
-    """Hold one attention or feed-forward network of a model, in whose place others may stand.
+    """Hold one attention, feed-forward network or convolutions of a model, in whose place others may stand.
 
     Attributes:
         name: for people.
@@ -142,6 +143,11 @@ class Alternative(ABC):
     @abstractmethod
     def label(self) -> str:
         """Name it among a sub-layer's alternatives."""
+
+    @property
+    def kind(self) -> str:
+        """Name what it has in common with alternatives of other sub-layers in a uniform architecture."""
+        return self.label
 
     @property
     def fmt(self) -> Format | None:
@@ -199,7 +205,8 @@ def alternatives(
     """List what may stand in the place of each sub-layer.
 
     Args:
-        wanted: by part (``attention``, ``ffn``), names of alternatives as recipes write them: ``width:0.5``.
+        wanted: by part (``attention``, ``ffn``, ``convolution``), names of alternatives as recipes write them:
+            ``width:0.5``.
         may_be_empty: there is something else to choose.
     Raises:
         UsageError: a name is unknown, or no sub-layer has an alternative; the first reasons are given.
@@ -216,7 +223,7 @@ def alternatives(
                 found.setdefault(made.label, made)
         space.append(list(found.values()))
     if not may_be_empty and all(len(row) < 2 for row in space):
-        why = "; ".join(reasons[:3]) or "name some in `attention` and `ffn`"
+        why = "; ".join(reasons[:3]) or "name some in `attention`, `ffn` or `convolution`"
         raise UsageError(f"the search space is empty: no sub-layer has an alternative to what it is: {why}")
     return space
 
@@ -227,18 +234,18 @@ def uniform(layers: Sequence[SubLayer], space: Space) -> list[list[int]]:
     Returns:
         Of each, the place of the alternative of each sub-layer.
     """
-    labels = {part: dict[str, None]() for part in dict.fromkeys(layer.branch.part for layer in layers)}
+    kinds = {part: dict[str, None]() for part in dict.fromkeys(layer.branch.part for layer in layers)}
     for layer, row in zip(layers, space, strict=True):
-        labels[layer.branch.part] |= dict.fromkeys(one.label for one in row)
+        kinds[layer.branch.part] |= dict.fromkeys(one.kind for one in row)
     found = []
-    for chosen in product(*labels.values()):
-        by_part = dict(zip(labels, chosen, strict=True))
+    for chosen in product(*kinds.values()):
+        by_part = dict(zip(kinds, chosen, strict=True))
         found.append([_place(row, by_part[layer.branch.part]) for layer, row in zip(layers, space, strict=True)])
     return [list(each) for each in dict.fromkeys(map(tuple, found))]
 
 
-def _place(row: Sequence[Alternative], label: str) -> int:
-    return next((place for place, one in enumerate(row) if one.label == label), 0)
+def _place(row: Sequence[Alternative], kind: str) -> int:
+    return next((place for place, one in enumerate(row) if one.kind == kind), 0)
 
 
 @dataclass(frozen=True)

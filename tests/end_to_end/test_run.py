@@ -78,6 +78,7 @@ CHECKED = ("schema", "files", "bytes", "kernels", "evidence")
 ELSEWHERE = (
     "_webgpu",  # test_page.py
     "_cuda",  # run/test_cuda.py, on a small model
+    "_arm",  # test_arm.py, on a small model
     "_speech_x86",  # test_speech.py
     "_ctc_x86",
     "_clip_x86",  # test_pictures_with_texts.py

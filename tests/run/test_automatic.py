@@ -9,20 +9,24 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from tiny_images import classifier, pictures, resnet, save
 from tiny_models import save_model
 from torch.fx import GraphModule
 
+from compressor.capture.capture import capture
 from compressor.cli.commands import main
 from compressor.errors import UsageError
 from compressor.executor.jobs import InProcess
 from compressor.graph.model import weight_bytes
+from compressor.passes.rtn import Rtn
+from compressor.pipeline.context import Context
 from compressor.plan import prices
 from compressor.plan.plan import make_plan
 from compressor.plan.prices import UNITS, Prices
 from compressor.progress import Silent
 from compressor.recipe.recipe import load_recipe
 from compressor.run.automatic import choice
-from compressor.run.automatic.candidates import Budget, Formats, named, read_budget
+from compressor.run.automatic.candidates import Budget, Formats, ImageFormats, named, read_budget
 from compressor.run.automatic.choice import Tried
 from compressor.run.automatic.job import choose_recipe
 
@@ -58,6 +62,14 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave two candidates of one format."""
     every, names = Formats.uniform, (named("W8A16"), named("W4A16_G64"))
     monkeypatch.setattr(Formats, "uniform", lambda self: (one for one in every(self) if one.name in names))
+
+
+@pytest.fixture
+def few_of_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train for a step, and leave samples enough to score on."""
+    of_search = {**ImageFormats((), ()).of_search, "held_out": 0.4}
+    monkeypatch.setattr(ImageFormats, "of_search", of_search)
+    monkeypatch.setattr(ImageFormats, "of_training", {"steps": 1, "batch": 2, "held_out": 0.2})
 
 
 @pytest.mark.usefixtures("few")
@@ -120,6 +132,31 @@ def test_the_least_is_named_and_nothing_written(folder: Path, tmp_path: Path) ->
     found = CliRunner().invoke(main, [str(one) for one in arguments])
     assert found.exit_code == 2 and not list(tmp_path.iterdir())
     assert re.search(r"5,000 bytes cannot be met: the least is [\d,]+ bytes, by ", found.stderr)
+
+
+@pytest.mark.usefixtures("few_of_images")
+def test_networks_of_images_have_candidates_of_their_own(tmp_path: Path) -> None:
+    """Four bits are too many: formats by layer or a narrower network, whichever predicts more like the whole."""
+    folder = save(classifier(resnet(stages=1)), tmp_path / "resnet")
+    data = pictures(tmp_path / "pictures")
+    (tmp_path / "images.yaml").write_text(f"{{images: {data}, samples: 6}}\n")
+    limit = 0.97 * weight_bytes(Rtn("W4A16_C", targets="re:.*").run(capture(folder), Context()))
+    given = (str(tmp_path / "images.yaml"), None)
+    place, tried = choose_recipe(
+        str(folder), "x86", Budget("weight_bytes", limit), tmp_path / "bundle", given, InProcess(), Silent()
+    )
+    (best,) = [one for one in tried if one.chosen]
+    measured = [one for one in tried if one.kl_divergence is not None]
+    assert {one.candidate.kind for one in tried} == {"uniform", "mixed", "architecture"}
+    assert best in measured and best.weight_bytes is not None and best.weight_bytes <= limit
+    assert best.accuracy is not None and best.perplexity is None
+    assert all(one.note for one in tried if one.candidate.name == "W4A16_C")
+    recipe = load_recipe(str(place))
+    assert recipe.evaluation.kind is None and "nats an image" in place.read_text()
+    (tmp_path / "bundle.yaml").unlink()
+    with pytest.raises(UsageError, match="plain module"):
+        texts = "python_docs", None
+        choose_recipe(str(folder), "x86", Budget("latency", 0.5), tmp_path / "bundle", texts, InProcess(), Silent())
 
 
 def test_amounts() -> None:

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from compressor.errors import UsageError
-from compressor.search.programme import Limit, choose, restricted
+from compressor.search.programme import Limit, Peak, choose, restricted
 
 COUNTS = (2, 4, 3, 2, 4)
 EVERY = list(itertools.product(*(range(count) for count in COUNTS)))
@@ -30,6 +30,9 @@ def cost(costs: list[list[float]], picked: list[int] | tuple[int, ...]) -> float
 def test_choices_are_those_of_brute_force(seed: int) -> None:
     costs, seconds, sizes = problem(seed)
     limits = {"latency": Limit(seconds, 1e-3, 0.85e-3, " s"), "weight_bytes": Limit(sizes, 3e5, 3.9e6)}
+    if seed % 2:  # the largest of the sizes, from a place on that is not the whole's
+        limits = {"latency": Limit(seconds, 1e-3, 0.92e-3, " s"), "weight_bytes": Limit(sizes, 3e5, 4.5e6)}
+        limits["peak_memory"] = Peak([row[::-1] for row in sizes], 1e5, 0.95e6)
     found: list[list[int]] = []
     for _ in range(3):
         within = [
@@ -76,3 +79,14 @@ def test_limits_that_cannot_be_met_name_the_least() -> None:
     message = r"the other limits weight_bytes reaches 20 at least, above 12; .* parameters reaches 20 at least"
     with pytest.raises(UsageError, match=message):
         choose([[0.0, 1.0]] * 2, both)
+
+
+def test_a_peak_that_cannot_be_met_names_the_lowest() -> None:
+    sizes, memory = [[10.0, 4.0], [10.0, 5.0]], [[3.0, 8.0], [6.0, 9.0]]
+    with pytest.raises(UsageError, match=r"peak_memory of at most 5 cannot be met: the smallest .* has 7;"):
+        choose([[0.0, 1.0]] * 2, {"peak_memory": Peak(memory, 7, 5)})
+    both = {"weight_bytes": Limit(sizes, 0, 14), "peak_memory": Peak(memory, 7, 7)}
+    for most, lowest in ((14, 8), (9, 9)):  # one sub-layer has to be small, or both
+        both["weight_bytes"] = Limit(sizes, 0, most)
+        with pytest.raises(UsageError, match=rf"the other limits peak_memory reaches {lowest} at least, above 7"):
+            choose([[0.0, 1.0]] * 2, both)

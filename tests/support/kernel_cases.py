@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import emulated_arm
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.nn.functional import pad
 from tvm import relax
 
 import compressor.ops  # noqa: F401  (registers the operators)
+from compressor.codegen import neon
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.convolution.feeds import Geometry
 from compressor.codegen.kernels.linear import packed as packed_linear
@@ -50,9 +52,16 @@ TOLERANCE = 3e-6  # of the largest output; both sides round float32 sums in diff
 SPLIT = 2e-5  # of the largest output, where only 16 of the 24 mantissa bits of activations are used
 
 
+def executes(isa: Isa) -> bool:
+    """Whether kernels for ``isa`` are executed: here, or under qemu."""
+    return isa.name in neon.ISAS or X86().executes(isa)
+
+
 def build(func: tvm.tirx.PrimFunc, isa: Isa) -> Any:
-    """Compile one kernel for ``isa``."""
-    if not X86().executes(isa):
+    """Compile one kernel for ``isa``; ARM's are called under qemu."""
+    if isa.name in neon.ISAS:
+        return emulated_arm.build(func, isa)
+    if not executes(isa):
         pytest.skip(f"this machine has no {isa.name}")
     module = tvm.IRModule({"kernel": func.with_attr("global_symbol", "kernel")})
     return tvm.compile(module, target=X86().tvm_target(isa), tir_pipeline=PIPELINE)["kernel"]

@@ -11,6 +11,7 @@ from compressor.export.bundle import write_bundle
 from compressor.export.facts import BundleFacts
 from compressor.export.native import NativeParts, write_native
 from compressor.export.publish import publishing
+from compressor.host.wheels import tvm_runtime
 
 _FACTS = {field.name for field in dataclasses.fields(BundleFacts)}
 
@@ -20,6 +21,7 @@ def write_native_bundle(destination: Path, parts: Mapping[str, Any]) -> Path:
     facts = {name: value for name, value in parts.items() if name in _FACTS}
     others = {name: value for name, value in parts.items() if name not in _FACTS}
     with publishing(destination) as folder:
-        written = write_native(folder, NativeParts(name=facts["model"].get("name", "model"), **others))
+        named = {"name": facts["model"].get("name", "model"), "tvm_runtime": tvm_runtime("x86_64"), **others}
+        written = write_native(folder, NativeParts(**named))
         write_bundle(folder, written, BundleFacts(**facts))
     return destination

@@ -22,10 +22,14 @@ def code_quad(word: Any, fmt: Format, quad: int, lanes: int) -> Any:
     for width in fmt.planes:
         index, j = divmod(quad, 8 // width)
         bits, down = word(first + index), width * j - offset  # at once to where they belong; masks keep bytes apart
-        if down:
-            bits = T.shift_right(bits, splat(down, lanes)) if down > 0 else T.shift_left(bits, splat(-down, lanes))
-        if width < 8:
-            bits = T.bitwise_and(bits, splat((((1 << width) - 1) << offset) * 0x01010101, lanes))
+        if offset == 0 and 0 < down == 8 - width and lanes < 8:  # registers of 128 bits shift bytes: nothing is masked
+            octets, by = T.reinterpret(bits, dtype=f"uint8x{4 * lanes}"), T.broadcast(T.uint8(down), 4 * lanes)
+            bits = T.reinterpret(T.shift_right(octets, by), dtype=f"int32x{lanes}")
+        else:
+            if down:
+                bits = T.shift_right(bits, splat(down, lanes)) if down > 0 else T.shift_left(bits, splat(-down, lanes))
+            if width < 8:
+                bits = T.bitwise_and(bits, splat((((1 << width) - 1) << offset) * 0x01010101, lanes))
         result = bits if result is None else T.bitwise_or(result, bits)
         offset, first = offset + width, first + fmt.chunk_columns * width // 32
     return result
@@ -36,6 +40,11 @@ def centred(codes: Any, centre: int, lanes: int) -> Any:
     octets = T.reinterpret(codes, dtype=f"int8x{4 * lanes}")
     byte = T.int8(centre - 256 * (centre > 127))  # of 8 bits, 128 and -128 are the same
     return T.reinterpret(octets - T.broadcast(byte, 4 * lanes), dtype=f"int32x{lanes}")
+
+
+def less_128(octets: Any, lanes: int) -> Any:
+    """Return unsigned bytes less 128, as signed ones: their highest bit is turned."""
+    return T.bitwise_xor(octets, splat(0x80808080, lanes))
 
 
 def code_values(codes: Any, byte: int, fmt: Format, isa: Isa, table: Callable[[int], Any]) -> Any:

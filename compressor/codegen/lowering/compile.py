@@ -23,7 +23,7 @@ from compressor.codegen.lowering.importer import Importer, import_program, renam
 from compressor.codegen.lowering.kernel_set import KernelSet, cpu_kernels
 from compressor.codegen.lowering.phases import _PROBE, error_context, run_phases
 from compressor.codegen.lowering.sizes import entry_bytes, fixed_sizes
-from compressor.codegen.target import NativeTarget, Target
+from compressor.codegen.target import NativeTarget
 from compressor.codegen.tuning import Tuner
 from compressor.graph.rules import Outcome, listing
 from compressor.host.machine import cpu_name
@@ -72,7 +72,7 @@ class Library:
 
 def compile_graph(
     graph: GraphModule,
-    target: Target,
+    target: NativeTarget,
     *,
     isa: Isa | None = None,
     tune: str = "quick",
@@ -98,19 +98,20 @@ def compile_graph(
     base = target.resolve()
     isa = isa or base
     tvm_target = target.tvm_target(isa)
-    runs_here = target.executes(isa)
+    runs_here, is_emulated = target.executes(isa), bool(target.launcher(isa))
     threads = threads or available_cores()
     machine = f"{isa.name}|{cpu_name()}|{threads} threads"
     suffix = "" if isa == base else f"@{isa.name}"
     if isa.archs:
         tuner: Tuner = DeviceTuner.make(tune, isa.archs, pinned)
     else:
-        tuner = Tuner(tune, threads, tvm_target if runs_here else None, machine, suffix=suffix, pinned=pinned)
+        timed_on = tvm_target if runs_here and not is_emulated else None
+        tuner = Tuner(tune, threads, timed_on, machine, suffix=suffix, pinned=pinned)
     own = kernels(isa)
     lowered = lower_graph(graph, tvm_target, own, tuner, dump)
     with tvm_target, error_context("generate"):
         executable, known = own.generate(lowered.mod, tvm_target)
-    evidence = "executed" if runs_here else "compiled"
+    evidence = "compiled" if not runs_here else "emulated" if is_emulated else "executed"
     records = [{**record, **known(record["name"]), "evidence": evidence} for record in lowered.kernels]
     part = lowered.entry_bytes
     parameters, used = lowered.parameters, lowered.entries

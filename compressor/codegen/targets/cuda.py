@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from compressor_runtime.device.driver import capability_here, serves
@@ -11,6 +12,7 @@ from compressor_runtime.device.driver import capability_here, serves
 from compressor.codegen.isa import Isa
 from compressor.codegen.linker import find_compiler, link_shared
 from compressor.errors import UsageError
+from compressor.host.wheels import tvm_runtime
 
 if TYPE_CHECKING:
     import tvm
@@ -67,6 +69,10 @@ class Cuda:
         host = tvm.target.Target({"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64"})
         fields = {"kind": "cuda", "arch": isa.archs[0], "thread_warp_size": _WARP, **limits}
         return tvm.target.Target(fields, host=host)
+
+    def tvm_runtime(self) -> Path:
+        """Return the folder of TVM's run-time libraries."""
+        return tvm_runtime("x86_64")
 
     def check_toolchain(self) -> None:
         """Raise ToolchainError unless there are nvcc and a linker."""

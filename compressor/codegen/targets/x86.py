@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from compressor_runtime import allow_tiles
@@ -13,6 +14,7 @@ from compressor.codegen.isa import Isa
 from compressor.codegen.linker import find_compiler, link_shared
 from compressor.errors import UsageError
 from compressor.host.machine import host_flags
+from compressor.host.wheels import tvm_runtime
 
 if TYPE_CHECKING:
     import tvm
@@ -69,6 +71,10 @@ class X86:
 
         fields = {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": isa.mcpu}
         return tvm.target.Target({**fields, "mattr": list(isa.mattr)} if isa.mattr else fields)
+
+    def tvm_runtime(self) -> Path:
+        """Return the folder of TVM's run-time libraries."""
+        return tvm_runtime("x86_64")
 
     def check_toolchain(self) -> None:
         """Raise ToolchainError unless there is a linker."""
@@ -227,6 +233,7 @@ AVX512_VNNI = Isa(
     16,
     "cascadelake",
     ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma", "f16c"),
+    registers=32,
     dot4=_vpdpbusd,
     lookup16=_permute16,
     quick_lookup=True,

@@ -79,7 +79,7 @@ def find_parts(graph: GraphModule, pass_name: str, keep_first: int, keep_last: i
         inside, own = set(branch.nodes), dict[str, Channels]()
         for what in _WHATS:
             mine = [one for one in families[what] if all(sites[name].node in inside for name in one.names)]
-            if len(mine) == 1 and (what == "channels") == (branch.part == "ffn"):
+            if len(mine) == 1 and (what == "channels") == (branch.part != "attention"):
                 own[what] = mine[0]
         cuts = {what: Cut(one.family, tuple(sites[name] for name in one.readers)) for what, one in own.items()}
         heads = {int(node.args[1].meta["val"].shape[1]) for node in branch.nodes if node.target in _CACHED}  # type: ignore[union-attr]
@@ -91,6 +91,8 @@ def find_parts(graph: GraphModule, pass_name: str, keep_first: int, keep_last: i
 
 def _mapped(branch: Branch, sites: Sequence[Site]) -> Mapped | str:
     """Return where a linear can stand in the place of a branch, or why it cannot."""
+    if branch.part == "convolution":
+        return "it is of convolutions, which look at more than one pixel"
     if branch.reason or branch.crosses:
         return branch.reason or "it reads another stream as well"
     if not sites or sites[0].input is branch.entry or sites[0].input.meta["val"].dim() != 3:
@@ -183,12 +185,7 @@ def build(graph: GraphModule, ctx: Context, pass_name: str, parts: Parts, picks:
 
 
 def _record_linears(
-    graph: GraphModule,
-    ctx: Context,
-    pass_name: str,
-    begin: int,
-    before: Mapping[str, int],
-    errors: Mapping[str, float],
+    graph: GraphModule, ctx: Context, pass_name: str, begin: int, before: Mapping[str, int], errors: Mapping[str, float]
 ) -> None:
     """Record linears that went for one that stands in the place of a sub-layer, and these."""
     after, known = weight_bytes_of(graph), {record.site for record in ctx.records[begin:]}
@@ -203,11 +200,14 @@ def built(graph: GraphModule, pass_name: str, picks: Picks, fmt: Format | None) 
     """Return an architecture to be timed: the first channels stay, without a refit.
 
     Args:
-        fmt: of blocks' linears of alternatives without a format of their own; None leaves them dense.
+        fmt: of blocks' linears of alternatives without a format of their own, and of all others of a network of images;
+            None leaves them dense.
     """
     changed = clone_graph(graph)
     parts = find_parts(changed, pass_name, 0, 0)
     formats = formats_of(changed, parts.layers, picks, fmt)
+    if fmt is not None:
+        formats |= dict.fromkeys((site.name for site in _beside(changed, parts.layers)), fmt)
     starts = [{one.label: bare_start(graph, layer, one)} for layer, one in zip(parts.layers, picks, strict=True)]
     build(changed, Context(), pass_name, parts, picks, starts)
     for site in linear_sites(changed):
@@ -236,6 +236,12 @@ def formats_of(
             names = {layer.mapped.name}
         found |= dict.fromkeys(names, stored)
     return found
+
+
+def _beside(graph: GraphModule, layers: Sequence[SubLayer]) -> list[Site]:
+    """Return the linears beside the sub-layers that share their format: of a network of images, stem and head."""
+    inside, is_shared = {node for layer in layers for node in layer.branch.nodes}, graph.meta["model"].kind == "module"
+    return [site for site in linear_sites(graph) if is_shared and site.node not in inside]
 
 
 def bare_start(graph: GraphModule, layer: SubLayer, one: Alternative) -> Start:
@@ -286,6 +292,10 @@ def amounts(
         "weight_bytes": weight_bytes(graph),
         "cache_bytes": cache_bytes_per_token(info.cache_format, info.cache_heads, info.head_dim),
     }
+    for site in _beside(graph, layers):
+        stored = graph.get_parameter(site.weight_name)
+        saved = 0 if fmt is None else stored.numel() * stored.element_size() - fmt.packed_bytes(*stored.shape)
+        total["weight_bytes"] -= saved
     return {measure: (rows[measure], total[measure] - whole[measure]) for measure in rows}
 
 

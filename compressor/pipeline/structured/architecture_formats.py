@@ -75,11 +75,17 @@ def state_problem(
         fmt: of all blocks' linears, for times and bytes; None leaves them dense.
         formats: to choose among; none leaves them all in ``fmt``.
     Raises:
-        UsageError: the model is not a decoder, the space is empty, or no architecture meets a limit.
+        UsageError: the model is neither a decoder nor a classifier of images, the space is empty, or no architecture
+            meets a limit.
     """
     info: ModelInfo = graph.meta["model"]
-    if info.kind != "decoder":
-        raise UsageError(f"{pass_name}: {info.name} is not a decoder of text alone, whose predictions scores compare")
+    if info.kind != "decoder" and not info.classes:
+        what = "is not a decoder of text alone, nor does it classify images"
+        raise UsageError(f"{pass_name}: {info.name} {what}: scores compare predictions of tokens or of classes")
+    if info.classes and limited.cache_bytes is not None:
+        raise UsageError(f"{pass_name}: cache_bytes: {info.name} classifies images and has no caches; leave it out")
+    if not info.classes and limited.peak_memory is not None:
+        raise UsageError(f"{pass_name}: peak_memory: of networks of images alone; limit cache_bytes or weight_bytes")
     if any(node.target in KEPT for node in graph.graph.nodes):
         raise UsageError(f"{pass_name}: later layers run kept tokens alone; put it in front of swift_kv")
     parts = find_parts(graph, pass_name, wanted.keep_first, wanted.keep_last)

@@ -1,4 +1,4 @@
-"""Score architectures: how far the model's predictions move on text, with a standard error.
+"""Score architectures: how far the model's predictions move on text or images, with a standard error.
 
 One sub-layer is replaced, and only what follows it runs (Puzzle, arXiv 2411.19146, section 3, "replace-1-block").
 """
@@ -29,10 +29,10 @@ _JOB = f"{__name__}:suffix_divergences"
 
 @dataclass(frozen=True)
 class Score:
-    """A divergence from the dense model's predictions: KL(dense || architecture), nats a token.
+    """A divergence from the dense model's predictions: KL(dense || architecture), nats a token, or an image.
 
     Attributes:
-        mean: over all tokens.
+        mean: over all tokens or images.
         error: standard error of the mean, by the spread of the samples' means.
     """
 
@@ -44,11 +44,12 @@ class Score:
 
 
 class Scores:
-    """Score architectures of one graph on the same text.
+    """Score architectures of one graph on the same text or images.
 
     Args:
         graph: whole, its channels sorted.
-        ids: text that nothing was fitted to, int64 [samples, sequence], at least two samples.
+        ids: text that nothing was fitted to, int64 [samples, sequence], or images, float32 [samples, channels, height,
+            width]; at least two samples.
         starts: weights of the alternatives (:func:`compressor.pipeline.structured.architecture_starts.sort_parts`).
     """
 
@@ -137,10 +138,11 @@ def divergences(dense: Tensor, other: Tensor) -> Tensor:
     """Return KL(dense || other) of each sample, the mean over its tokens, float64 [samples].
 
     Args:
-        dense, other: logits [samples, sequence, vocabulary].
+        dense, other: logits [samples, sequence, vocabulary], or [samples, classes].
     """
     p, q = (torch.log_softmax(logits.double(), dim=-1) for logits in (dense, other))
-    return (p.exp() * (p - q)).sum(-1).mean(-1).clamp(min=0.0)
+    lost = (p.exp() * (p - q)).sum(-1).clamp(min=0.0)
+    return lost if lost.dim() == 1 else lost.mean(-1)
 
 
 def _logits(graph: GraphModule) -> Node:

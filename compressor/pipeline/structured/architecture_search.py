@@ -15,12 +15,14 @@ from compressor.formats.format import Format
 from compressor.host.digests import digest
 from compressor.pipeline.context import Context
 from compressor.pipeline.resume import cached_tensors
-from compressor.pipeline.structured.architecture import Parts, alike, built, naming
+from compressor.pipeline.structured.architecture import Parts, naming
 from compressor.pipeline.structured.architecture_scores import Score, Scores
+from compressor.pipeline.structured.costs.memory import held_bytes, peaks
+from compressor.pipeline.structured.costs.times import Costing, checked_time, times, unit_of
 from compressor.pipeline.structured.layer_ranking import choose_layers
 from compressor.search.front import Front, Point, lowered, with_front
 from compressor.search.joint import has_one_format, parts_of_pairs
-from compressor.search.programme import Limit, restricted
+from compressor.search.programme import Limit, check_reachable, restricted
 from compressor.search.scenarios import Scenario
 from compressor.search.space import Alternative, Space, Starts, uniform
 
@@ -40,6 +42,7 @@ class Search:
         scores: on held-out samples.
         limits: by measure, but for time.
         latency: a step's largest time, as a share of the whole graph's; None where it is not limited.
+        memory: most bytes of activations at once; None where they are not limited.
         fmt: of the blocks' linears, as times are taken; None leaves them dense.
         budgets: further limits of the one measure, as shares of the whole model's.
         scenarios: what each turn of the programme chooses among.
@@ -53,10 +56,16 @@ class Search:
     scores: Scores
     limits: dict[str, Limit]
     latency: float | None
+    memory: float | None
     fmt: Format | None
     budgets: Sequence[float]
     scenarios: Sequence[Scenario]
     decides: Any = None
+
+    def costing(self, ctx: Context) -> Costing:
+        """Return what alternatives are costed for."""
+        decides = _decides(ctx, self, "costs")
+        return Costing(self.pass_name, self.parts.layers, self.space, self.fmt, decides)
 
     def picks(self, choice: Sequence[int]) -> list[Alternative]:
         """Return the alternatives of a choice."""
@@ -80,10 +89,14 @@ def search(graph: GraphModule, ctx: Context, given: Search, pool: int) -> list[A
     Raises:
         UsageError: the limits cannot be met, or time is limited and nothing here tells it.
     """
-    singles = _singles(graph, ctx, given)
     limits, how = dict(given.limits), ""
+    if given.memory is not None:
+        limits["peak_memory"] = peaks(graph, ctx, given.costing(ctx), given.memory)
     if given.latency is not None:
-        limits["latency"], how = _times(graph, ctx, given, given.latency)
+        limits["latency"], how = times(graph, ctx, given.costing(ctx), given.latency)
+    with naming(given.pass_name):
+        check_reachable(limits)  # before candidates are scored
+    singles = _singles(graph, ctx, given)
     even = [tuple(one) for one in uniform(given.parts.layers, given.space) if has_one_format(given.picks(one))]
     costs = [[one.mean for one in row] for row in singles]
     with naming(given.pass_name):
@@ -94,16 +107,42 @@ def search(graph: GraphModule, ctx: Context, given: Search, pool: int) -> list[A
     found += [one for one in even if given.budgets or all(limit.allows(one) for limit in limits.values())]
     whole = _wholes(graph, ctx, given, list(dict.fromkeys(found)))
     allowed = [one for one in whole if all(limit.allows(one) for limit in limits.values())]
-    best = min(allowed, key=lambda one: whole[one].mean)
+    best = _best(graph, ctx, given, sorted(allowed, key=lambda one: whole[one].mean), limits)
     ctx.notes.append(_of_scenarios(given, proposed, whole))
-    ctx.notes += _told(given, best, singles, whole, limits, set(even))
+    ctx.notes += _told(given, unit_of(graph), best, singles, whole, limits, set(even))
     if given.budgets:
         ctx.fronts.append(_front(given, whole, limits, set(even), best))
     picks = given.picks(best)
     if how:
-        ctx.notes.append(_checked(graph, ctx, given, picks, limits["latency"].sum(best), how))
+        ctx.notes.append(checked_time(graph, ctx, given.costing(ctx), picks, limits["latency"].sum(best), how))
     ctx.state = digest(ctx.state, [one.label for one in picks])  # times differ from run to run, and so may choices
     return picks
+
+
+def _best(
+    graph: GraphModule, ctx: Context, given: Search, ranked: Sequence[Choice], limits: dict[str, Limit]
+) -> Choice:
+    """Return the first choice whose program as a whole holds no more memory than allowed.
+
+    Raises:
+        UsageError: each holds more, though its parts do not.
+    """
+    if given.memory is None:
+        return ranked[0]
+    held = list[int]()
+    for one in ranked:
+        held.append(held_bytes(graph, ctx, given.costing(ctx), given.picks(one)))
+        if held[-1] <= given.memory:
+            ctx.notes.append(
+                f"{given.pass_name}: activations are foreseen to take {limits['peak_memory'].sum(one):,.0f} bytes at "
+                f"once, and take {held[-1]:,} as the program is planned"
+            )
+            return one
+    raise UsageError(
+        f"{given.pass_name}: peak_memory of at most {given.memory:,.0f} bytes: programs of the {len(held)} "
+        f"architectures within the limits hold {min(held):,} at least, as memory is kept for later values; raise it "
+        "or `pool`"
+    )
 
 
 def _proposed(
@@ -195,72 +234,9 @@ def _decides(ctx: Context, given: Search, what: str) -> list[object]:
     return [what, sha256, held, labels, ctx.seed, given.decides]
 
 
-def _times(graph: GraphModule, ctx: Context, given: Search, share: float) -> tuple[Limit, str]:
-    """Return the limit of time, in seconds a step, and in words how times were found.
-
-    A change is made in all sub-layers that are alike but the first, and the difference to the whole graph's step is
-    divided by their number: what stands beside them cancels.  No difference is taken for more than it is.
-
-    Raises:
-        UsageError: nothing here tells times.
-    """
-    timer = ctx.step_seconds
-    if timer is None:
-        raise UsageError(
-            f"{given.pass_name}: latency: what a step takes is not known here; compress through compressor.compress or "
-            "the command line, or limit weight_bytes or parameters"
-        )
-    groups = alike(graph, given.parts.layers, given.space)
-    changes = _changes(given, groups)
-
-    def make() -> dict[str, torch.Tensor]:
-        wanted = [given.picks(given.whole)]
-        for places, _, label in changes:
-            picks = given.picks(given.whole)
-            for i in places:
-                picks[i] = next(one for one in given.space[i] if one.label == label)
-            wanted.append(picks)
-        seconds, how = timer([built(graph, given.pass_name, picks, given.fmt) for picks in wanted])
-        return {"seconds": torch.tensor(seconds, dtype=torch.float64), "how": torch.tensor(list(how.encode()))}
-
-    decides = [*_decides(ctx, given, "seconds"), ctx.target, None if given.fmt is None else given.fmt.name]
-    known = cached_tensors(graph, ctx, given.pass_name, decides, make)
-    first, *others = known["seconds"].tolist()
-    sizes = [[0.0] * len(row) for row in given.space]
-    for (places, members, label), seconds in zip(changes, others, strict=True):
-        for i in members:
-            for place, one in enumerate(given.space[i]):
-                if one.label == label:
-                    sizes[i][place] = (seconds - first) / len(places)
-    return Limit(sizes, first, share * first, " s"), bytes(known["how"].tolist()).decode()
-
-
-def _changes(given: Search, groups: Sequence[list[int]]) -> list[tuple[list[int], list[int], str]]:
-    """List what is timed: the sub-layers that change, those that are alike, whose times it tells, and to what."""
-    found: list[tuple[list[int], list[int], str]] = []
-    for members in groups:
-        for label in dict.fromkeys(one.label for i in members for one in given.space[i][1:]):
-            able = [i for i in members if any(one.label == label for one in given.space[i])]
-            found.append((able[1:] or able, members, label))
-    return found
-
-
-def _checked(
-    graph: GraphModule, ctx: Context, given: Search, picks: list[Alternative], foreseen: float, how: str
-) -> str:
-    """Say what a step of the architecture was foreseen to take, and takes as it is built."""
-    assert ctx.step_seconds is not None
-    both = [built(graph, given.pass_name, one, given.fmt) for one in (given.picks(given.whole), picks)]
-    (whole, chosen), _ = ctx.step_seconds(both)
-    off = foreseen / chosen - 1
-    return (
-        f"{given.pass_name}: a step is foreseen to take {1e3 * foreseen:.4g} ms, and takes {1e3 * chosen:.4g} ms "
-        f"({off:+.1%}), {chosen / whole:.3f} of the model's {1e3 * whole:.4g} ms ({how})"
-    )
-
-
 def _told(
     given: Search,
+    unit: str,
     best: Choice,
     singles: Sequence[Sequence[Score]],
     whole: dict[Choice, Score],
@@ -270,13 +246,13 @@ def _told(
     """Say what was chosen, layer by layer, and what the pool's others reach."""
     name, notes = given.pass_name, []
     for layer, row, place, scores in zip(given.parts.layers, given.space, best, singles, strict=True):
-        alone = f", alone {scores[place]} nats a token" if place else ""
+        alone = f", alone {scores[place]} nats {unit}" if place else ""
         cut = layer.cut(row[place])
         of = "" if cut is None else f" of {cut.family.count}"
         notes.append(f"{name}: {layer.name}: {row[place].label.replace('_', ' ')}{of}{alone}")
     added = sum(scores[place].mean for scores, place in zip(singles, best, strict=True))
     notes.append(
-        f"{name}: KL(model || architecture) {whole[best]} nats a token on {given.scores.samples} held-out samples; "
+        f"{name}: KL(model || architecture) {whole[best]} nats {unit} on {given.scores.samples} held-out samples; "
         f"scores add up to {added:.4g}; of {len(whole)} architectures that were scored as wholes"
     )
     uniforms = [one for one in whole if one in even and all(limit.allows(one) for limit in limits.values())]

@@ -2,7 +2,8 @@
 
 ``influence``    how much a part changes the residual stream: 1 - cosine (ShortGPT, arXiv 2403.03853, eq. 1), once
 ``iterative``    the same, of the model that is left after each removal
-``perplexity``   what the loss of the next tokens is without it, after each removal (SLEB, arXiv 2402.09025, sec. 3.2)
+``perplexity``   what the loss of the next tokens is without it, after each removal (SLEB, arXiv 2402.09025, sec. 3.2);
+                 of a network of images, the loss of the classes that the whole network predicts
 
 Nothing is rewritten for it: a part is left out of a run by not running its segment.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 import torch
@@ -18,13 +20,14 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn.functional import cross_entropy
 
-from compressor.calibration.segment_runner import SegmentRunner, split_samples
+from compressor.calibration.segment_runner import SegmentRunner, run_outputs, split_samples
 from compressor.calibration.steps import MICRO_BATCH_TOKENS
 from compressor.graph.blocks import Branch, Together
 from compressor.graph.kinds.encoder_decoder import Batch, SampleInputs, tokens_of
 from compressor.graph.segments import cut_at, narrow_points, token_nodes
 from compressor.host.tensor_files import Spill
 from compressor.numerics.influence import influences
+from compressor.progress import Silent
 
 Ranking: TypeAlias = Literal["iterative", "influence", "perplexity"]
 
@@ -102,6 +105,14 @@ class _Walk:
         self._cut = cut_at(graph, [node for node in graph.graph.nodes if node in ends])
         self._layers = [[layer for layer in layers if layer.entry is segment.entry] for segment in self._cut]
 
+    @cached_property
+    def _expected(self) -> list[Tensor]:
+        """The classes whose loss is taken, of each batch: its next tokens, or what the whole network predicts of it."""
+        if self._graph.meta["model"].kind != "module":
+            return [tokens_of(batch)[:, 1:].flatten() for batch in self._batches]
+        stream = SegmentRunner(self._graph, self._batches, self._spill)
+        return [outputs.argmax(1) for outputs in run_outputs(stream, Silent())]
+
     def scores(self, ranking: Ranking, gone: Sequence[Layer], candidates: Sequence[Layer]) -> Tensor:
         """Return the score of each candidate in the model without some layers, float64 [candidates]."""
         stream = SegmentRunner(self._graph, self._batches, self._spill)
@@ -146,15 +157,18 @@ class _Walk:
         return {number: float(torch.cat(parts).mean()) for number, parts in changes.items()}
 
     def _loss(self, stream: SegmentRunner, place: int, gone: Sequence[Layer]) -> float:
-        """Return the mean loss of a next token in float64, of batches that are as far as a segment's beginning."""
+        """Return the mean loss of a next token or a class in float64, of batches that are as far as a segment's
+        beginning.
+        """
         *_, last = self._cut
         for number in range(place, len(self._cut) - 1):
             self._pass(stream, number, gone)
         logits: Node = self._graph.graph.output_node().args[0][0]  # type: ignore[index, assignment]
         total, count = 0.0, 0
-        for i, batch in enumerate(self._batches):
-            rows, ids = stream.values(last, i, [logits])[0][:, :-1], tokens_of(batch)[:, 1:]
-            total += float(cross_entropy(rows.flatten(0, 1).double(), ids.flatten(), reduction="sum"))
-            count += ids.numel()
+        for i, expected in enumerate(self._expected):
+            rows = stream.values(last, i, [logits])[0]
+            rows = rows if rows.dim() == 2 else rows[:, :-1].flatten(0, 1)
+            total += float(cross_entropy(rows.double(), expected, reduction="sum"))
+            count += len(expected)
         stream.release(last)
         return total / count

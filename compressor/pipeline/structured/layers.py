@@ -21,7 +21,11 @@ from compressor.pipeline.structured.layer_ranking import Layer, Ranking, Removal
 
 Part: TypeAlias = Literal["block", "attention", "ffn", "either"]
 _RANGE = re.compile(r"(\d+)(?:\s*-\s*(\d+))?")
-_WORDS = {"attention": "the attention of", "ffn": "the feed-forward network of"}
+_WORDS = {
+    "attention": "the attention of",
+    "ffn": "the feed-forward network of",
+    "convolution": "the convolutions of",
+}
 
 
 def find_layers(graph: GraphModule, pass_name: str, part: Part, keep_first: int, keep_last: int) -> list[Layer]:

@@ -15,7 +15,6 @@ Steps = list[dict[str, dict[str, Any]]]
 _GROUPS = (128, 64, 32)
 _TABLE = "W8A16"
 _BITS = (5.0, 3.5)
-_TRAINING = {"steps": 120, "batch": 4, "learning_rate": 0.0005, "ignore": ["lm_head"]}
 KINDS = ("weight_bytes", "latency")
 
 
@@ -24,7 +23,8 @@ class Budget:
     """Hold the one limit.
 
     Attributes:
-        kind: ``weight_bytes``: bytes of all parameters; ``latency``: a decoder's step, as a share of the dense model's.
+        kind: ``weight_bytes``: bytes of all parameters; ``latency``: a decoder's step, or an image, as a share of the
+            dense model's.
         limit: bytes, or the share.
     """
 
@@ -33,7 +33,7 @@ class Budget:
 
     def told(self, value: float) -> str:
         """Write an amount of this kind."""
-        return f"{value:,.0f} bytes" if self.kind == "weight_bytes" else f"{value:.3f} of the dense model's step"
+        return f"{value:,.0f} bytes" if self.kind == "weight_bytes" else f"{value:.3f} of the dense model's time"
 
 
 def read_budget(text: str) -> Budget:
@@ -75,15 +75,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Formats:
-    """Hold the formats that candidates are made of.
+    """Hold the formats that candidates are made of, and make their passes.
 
     Attributes:
         schemes: of the blocks' linears, the largest first.
-        tables: of embeddings.
+        tables: of embeddings; None for a model without any.
     """
 
     schemes: tuple[str, ...]
-    tables: tuple[str, ...]
+    tables: tuple[str | None, ...]
 
     @classmethod
     def of(cls, inputs: Iterable[int]) -> Formats:
@@ -98,12 +98,32 @@ class Formats:
         """Formats that architectures are searched for: of 8 bits and of 4."""
         return self.schemes[0], self.schemes[2]
 
+    @property
+    def chosen_by(self) -> dict[str, Any]:
+        """Options of passes that say which linears they take."""
+        return {"ignore": ["lm_head"]}
+
+    @property
+    def of_layers(self) -> dict[str, Any]:
+        """Options of `mixed_precision` beside its limit and formats."""
+        return {}
+
+    @property
+    def of_search(self) -> dict[str, Any]:
+        """Options of `puzzle` beside its limit and format."""
+        return {}
+
+    @property
+    def of_training(self) -> dict[str, Any]:
+        """Options of the short training behind a search."""
+        return {"steps": 120, "batch": 4, "learning_rate": 0.0005}
+
     def uniform(self) -> Iterator[Candidate]:
         """Yield formats that all linears share, the largest first."""
         for scheme in self.schemes:
             few = scheme not in self.schemes[:2]  # fewer bits in linears lose less than a smaller table
             for table in self.tables if few else self.tables[:1]:
-                yield Candidate(named(scheme, table), "uniform", [*packed(scheme), *packed_table(table)])
+                yield Candidate(named(scheme, table), "uniform", [*self.packed(scheme), *packed_table(table)])
 
     def mixed(self, budget: Budget) -> Iterator[Candidate]:
         """Yield formats by layer: within the bytes, or at several averages of bits where time is limited."""
@@ -113,30 +133,62 @@ class Formats:
             given = [(self.tables[0], {"bits": bits}) for bits in _BITS]
         for table, limit in given:
             at = f" at {limit['bits']} bits" if "bits" in limit else ""
-            step = {"mixed_precision": {**limit, "schemes": list(self.schemes[::-1])}}
-            yield Candidate(f"formats by layer{at}, table {table}", "mixed", [*packed_table(table), step])
+            step = {"mixed_precision": {**limit, "schemes": list(self.schemes[::-1]), **self.of_layers}}
+            yield Candidate(named(f"formats by layer{at}", table), "mixed", [*packed_table(table), step])
+
+    def packed(self, scheme: str) -> Steps:
+        """Return the pass that gives linears a format."""
+        return [{"gptq": {"scheme": scheme, **self.chosen_by}}]
+
+    def architecture(self, scheme: str, limit: dict[str, float]) -> Candidate:
+        """Return a search for fewer and narrower layers, a short training, and one format.
+
+        Args:
+            limit: of `puzzle`.
+        """
+        search = {"puzzle": {**limit, "scheme": scheme, **self.of_search}}
+        steps: Steps = [search, {"distill": {**self.of_training, **self.chosen_by}}]
+        packing = [*self.packed(scheme), *packed_table(self.tables[0])]
+        return Candidate(f"fewer layers, {named(scheme, self.tables[0])}", "architecture", [*steps, *packing])
 
 
-def named(scheme: str, table: str = _TABLE) -> str:
-    """Return the name of a candidate of one format."""
-    return f"{scheme}, table {table}"
+class ImageFormats(Formats):
+    """Hold the formats of networks that classify images, in which convolutions are linears over patches.
 
-
-def packed(scheme: str) -> Steps:
-    """Return the pass that gives blocks' linears a format."""
-    return [{"gptq": {"scheme": scheme, "ignore": ["lm_head"]}}]
-
-
-def packed_table(table: str = _TABLE) -> Steps:
-    """Return the pass that gives embeddings a format."""
-    return [{"embedding": {"scheme": table}}]
-
-
-def architecture(scheme: str, limit: dict[str, float]) -> Candidate:
-    """Return a search for fewer and narrower layers, a short training, and one format.
-
-    Args:
-        limit: of `puzzle`.
+    Their inputs come in no groups, so weights have one scale a row.
     """
-    steps: Steps = [{"puzzle": {**limit, "scheme": scheme}}, {"distill": dict(_TRAINING)}]
-    return Candidate(f"fewer layers, {named(scheme)}", "architecture", [*steps, *packed(scheme), *packed_table()])
+
+    @classmethod
+    def of(cls, inputs: Iterable[int]) -> Formats:
+        """Return those for convolutions, however many inputs they have."""
+        return cls(("W8A8", "W6A16_C", "W4A16_C", "W3A16_C"), (None,))
+
+    @property
+    def chosen_by(self) -> dict[str, Any]:
+        """All linears and convolutions."""
+        return {"targets": "re:.*"}
+
+    @property
+    def of_layers(self) -> dict[str, Any]:
+        """All linears and convolutions."""
+        return self.chosen_by
+
+    @property
+    def of_search(self) -> dict[str, Any]:
+        """Convolutions have few channels, and networks many blocks: this ranking takes one run for each that goes."""
+        return {"multiple": 4, "convolution": ["width:0.75", "width:0.5", "none"], "depth": "iterative"}
+
+    @property
+    def of_training(self) -> dict[str, Any]:
+        """Images are small samples."""
+        return {"steps": 60, "batch": 32, "learning_rate": 0.0002, "temperature": 2.0}
+
+
+def named(scheme: str, table: str | None = _TABLE) -> str:
+    """Return the name of a candidate of one format."""
+    return scheme if table is None else f"{scheme}, table {table}"
+
+
+def packed_table(table: str | None = _TABLE) -> Steps:
+    """Return the pass that gives embeddings a format, if the model has any."""
+    return [] if table is None else [{"embedding": {"scheme": table}}]

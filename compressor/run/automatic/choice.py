@@ -18,25 +18,34 @@ from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
 from compressor.codegen.backend import make_backend
+from compressor.data.images import Images
 from compressor.data.load import load_data
 from compressor.errors import UsageError, first_line
 from compressor.evaluate.models import evaluation_window
-from compressor.evaluate.quality import EvalResult, GraphLogits, measure_quality
+from compressor.evaluate.quality import (
+    EvalResult,
+    GraphLogits,
+    graph_classes,
+    image_batch,
+    measure_accuracy,
+    measure_quality,
+)
 from compressor.executor.jobs import Executor
 from compressor.graph.model import ModelInfo, weight_bytes
 from compressor.graph.sites import linear_sites
 from compressor.pipeline.pipeline import Pipeline
 from compressor.plan.passes import plan_passes
 from compressor.plan.prices import machine_prices
-from compressor.plan.roofline import rooflines
+from compressor.plan.roofline import bound_ms
 from compressor.progress import Reporter
 from compressor.recipe.recipe import Recipe
-from compressor.run.automatic.candidates import Budget, Candidate, Formats, architecture, named, packed, packed_table
+from compressor.run.automatic.candidates import Budget, Candidate, Formats, ImageFormats, named, packed_table
 from compressor.run.clock import Clock
 from compressor.run.prepare import Prepared, prepare
 from compressor.run.steps import Steps
 from compressor.search.programme import UnreachableError
 
+_EVALUATION, _IMAGES = "python_docs_heldout", 50
 _UNIFORM_TRIED = 2
 """Formats of one kind within the bytes that are measured, the largest: those with fewer bits lose more."""
 
@@ -47,8 +56,9 @@ class Tried:
 
     Attributes:
         predicted_bytes, predicted_ms: of the plan; None where there is none.
-        weight_bytes, kl_divergence, perplexity: measured on the graph behind the passes; None if it was not tried.
-        latency: a step, as a share of the dense model's on the target's kernels; None if it was not measured.
+        weight_bytes, kl_divergence: measured on the graph behind the passes; None if it was not tried.
+        perplexity, accuracy: likewise, of text and of images.
+        latency: a step or an image, as a share of the dense model's on the target's kernels; None if not measured.
         note: why it was not tried.
         least: bytes that a search reaches at least, where they are above the budget.
         chosen: it is the best within the budget.
@@ -61,6 +71,7 @@ class Tried:
     latency: float | None = None
     kl_divergence: float | None = None
     perplexity: float | None = None
+    accuracy: float | None = None
     note: str = ""
     least: float | None = None
     chosen: bool = False
@@ -76,26 +87,35 @@ class Choosing:
     """Tries candidates of one model, target and budget.
 
     Args:
-        setting: a recipe's keys but for ``passes``.
+        setting: a recipe's keys but for ``passes``; without ``evaluation``, text is that which is shipped, and images
+            are those that calibration leaves.
     Raises:
-        UsageError: the model is not a decoder of text, or its data do not do.
+        UsageError: the model is neither a decoder of text nor a classifier of images, or its data do not do.
+
+    Attributes:
+        setting: as given, with what was left out.
     """
 
     def __init__(self, setting: Mapping[str, Any], budget: Budget, executor: Executor, reporter: Reporter) -> None:
-        self._setting, self._budget, self._executor, self._reporter = dict(setting), budget, executor, reporter
-        recipe = self.recipe([])
-        self._captured = capture(recipe.model_source(), weights=False)
+        self.setting, self._budget, self._executor, self._reporter = dict(setting), budget, executor, reporter
+        self._captured = capture(self.recipe([]).model_source(), weights=False)
         info: ModelInfo = self._captured.meta["model"]
-        if info.kind != "decoder":
-            raise UsageError(f"auto: {info.name} is not a decoder of text, which candidates are for; write a recipe")
-        self._formats = Formats.of(site.in_features for site in linear_sites(self._captured))
-        load_data(recipe, info)  # what does not do is said now
+        if info.kind != "decoder" and not info.classes:
+            what = "neither a decoder of text nor a classifier of images"
+            raise UsageError(f"auto: {info.name} is {what}, which candidates are for; write a recipe")
+        if info.kind == "decoder":
+            self.setting.setdefault("evaluation", _EVALUATION)
+        kind = ImageFormats if info.classes else Formats
+        self._formats = kind.of(site.in_features for site in linear_sites(self._captured))
+        _, data = load_data(self.recipe([]), info)  # what does not do is said now
+        if info.classes and data is None:
+            raise UsageError("auto: evaluation: needs labelled images; give others than those of the calibration")
         self._dense: GraphModule | None = None
         self.tried: list[Tried] = []
 
     def recipe(self, passes: Sequence[Any]) -> Recipe:
         """Return the recipe with these passes."""
-        return Recipe.from_dict({**self._setting, "passes": list(passes)})
+        return Recipe.from_dict({**self.setting, "passes": list(passes)})
 
     def choose(self) -> Tried:
         """Return the best candidate; all that were considered are in :attr:`tried`.
@@ -136,7 +156,7 @@ class Choosing:
             final = self._plan(candidate.passes)
         except UsageError as error:
             return Tried(candidate, note=first_line(error).removeprefix("recipe: "), least=_least(error))
-        step = rooflines(final, machine_prices(reporter=self._reporter))[-1].ms
+        step = bound_ms(final, machine_prices(reporter=self._reporter))
         return Tried(candidate, weight_bytes(final), step)
 
     def _plan(self, passes: Sequence[Any]) -> GraphModule:
@@ -151,10 +171,11 @@ class Choosing:
         """Plan searches of architectures for formats in which the whole model is too large."""
         found = []
         for scheme in self._formats.searched:
-            dense_table, whole = self._bytes(packed(scheme)), self._bytes([*packed(scheme), *packed_table()])
+            packed = self._formats.packed(scheme)
+            dense_table, whole = self._bytes(packed), self._bytes([*packed, *packed_table(self._formats.tables[0])])
             if whole > self._budget.limit:  # the search counts the table as it still is
                 saved = dense_table - whole
-                one = self._planned(architecture(scheme, {"weight_bytes": self._budget.limit + saved}))
+                one = self._planned(self._formats.architecture(scheme, {"weight_bytes": self._budget.limit + saved}))
                 if one.least is not None:
                     one.least -= saved
                     one.note = f"takes {self._budget.told(one.least)} at least"
@@ -165,9 +186,10 @@ class Choosing:
         """Return searches of architectures for formats in which a step takes too long."""
         found = []
         for scheme in self._formats.searched:
-            share = next((one.latency for one in self.tried if one.candidate.name == named(scheme)), None)
+            name = named(scheme, self._formats.tables[0])
+            share = next((one.latency for one in self.tried if one.candidate.name == name), None)
             if share is not None and share > self._budget.limit:
-                found.append(architecture(scheme, {"latency": round(self._budget.limit / share, 3)}))
+                found.append(self._formats.architecture(scheme, {"latency": round(self._budget.limit / share, 3)}))
         return found
 
     def _leave_out(self) -> None:
@@ -213,12 +235,12 @@ class Choosing:
         self._dense = self._dense or given.dense_graph()
         quality = _quality(given, one.graph)
         one.weight_bytes = weight_bytes(one.graph)
-        one.kl_divergence, one.perplexity = quality.kl_divergence, quality.perplexity
+        one.kl_divergence, one.perplexity, one.accuracy = quality.kl_divergence, quality.perplexity, quality.accuracy
         if self._budget.kind != "latency":
             one.graph = None
 
     def _time(self) -> None:
-        """Time a step of the dense model and of each candidate, in turns."""
+        """Time a step or an image of the dense model and of each candidate, in turns."""
         graphs = [one for one in self.tried if one.graph is not None]
         if self._dense is None or not graphs:
             return
@@ -230,6 +252,10 @@ class Choosing:
 
 def _quality(given: Prepared, graph: GraphModule) -> EvalResult:
     info = given.info
+    if isinstance(given.data, Images):
+        theirs, batch = graph_classes(given.dense_graph()), image_batch(graph, _IMAGES)
+        classify = graph_classes(graph)
+        return measure_accuracy(classify, given.data, batch=batch, dense=theirs, reporter=given.clock.reporter)
     assert isinstance(given.data, Tensor)  # of a decoder of text
     window, stride = evaluation_window(given.recipe.evaluation, info.max_positions, given.clock.reporter)
     dense = GraphLogits(given.dense_graph(), spill=given.context.spill)

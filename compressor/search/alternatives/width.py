@@ -1,4 +1,4 @@
-"""Keep a share of a feed-forward network's inner channels, the most important ones."""
+"""Keep a share of the inner channels of a feed-forward network or of convolutions, the most important ones."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ class Width(Alternative):
 
     Attributes:
         left: channels that stay.
+        share: what a recipe asked for, which is the same in sub-layers of unlike sizes.
     """
 
     left: int
+    share: float
 
     @classmethod
     def of(cls, layer: SubLayer, argument: str, multiple: int) -> Alternative | str:
@@ -25,12 +27,19 @@ class Width(Alternative):
         if cut is None:
             return "it has no inner channels of its own that can go"
         left = -(-round(share * cut.family.count) // multiple) * multiple
-        return cls(left) if 0 < left < cut.family.count else f"rounded up to a multiple of {multiple} it stays whole"
+        if not 0 < left < cut.family.count:
+            return f"rounded up to a multiple of {multiple} it stays whole"
+        return cls(left, share)
 
     @property
     def label(self) -> str:
         """Name it by its channels."""
         return f"width {self.left}"
+
+    @property
+    def kind(self) -> str:
+        """Name it by its share."""
+        return f"width:{self.share:g}"
 
     @property
     def channels(self) -> int | None:

@@ -36,10 +36,15 @@ def check_files(root: Path, manifest: dict[str, Any], threads: int | None = None
     Args:
         threads: how many share the work; None takes the physical cores.
     Raises:
-        BundleError: a file cannot be read.
+        BundleError: a file cannot be read, or the bundle is for a system that has no run-time of TVM's.
         DamagedBundleError: a file is missing, or differs from the manifest.
     """
     files, own = field(manifest, "files", dict), (TVM_CUDA,) if is_cuda(manifest) else ()
+    if isinstance(system := manifest.get("system"), str) and TVM_RUNTIME not in files:
+        raise BundleError(
+            f"{root}: holds kernels for {system:.40} and no {TVM_RUNTIME}: no wheel has TVM's run-time for it; "
+            "compress again with `system: linux`"
+        )
     for name in (LIBRARY, *(field(entry, "file", str) for entry in libraries(manifest)), WEIGHTS, TVM_RUNTIME, *own):
         if name not in files:
             raise DamagedBundleError(f"{root / MANIFEST}: `files` does not list {name}")

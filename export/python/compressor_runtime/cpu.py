@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -15,6 +16,17 @@ from compressor_runtime.errors import BundleError, RequestError
 from compressor_runtime.manifest import field, items, libraries
 
 _libc = ctypes.CDLL(None)
+_HWCAP, _HWCAP2 = 16, 26  # of getauxval, in Linux
+_ARM_FEATURES = {
+    "asimd": (_HWCAP, 1),
+    "asimdhp": (_HWCAP, 10),
+    "asimddp": (_HWCAP, 20),
+    "sve": (_HWCAP, 22),
+    "sve2": (_HWCAP2, 1),
+    "i8mm": (_HWCAP2, 13),
+    "bf16": (_HWCAP2, 14),
+}
+"""Words and bits of arch/arm64/include/uapi/asm/hwcap.h, by their names in /proc/cpuinfo."""
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
 
 
@@ -41,7 +53,13 @@ def choose_library(root: Path, manifest: dict[str, Any], isa: str | None = None)
 
 def check_cpu(required: Sequence[str], root: Path) -> None:
     """Raise a BundleError when the CPU lacks a feature; named as by Linux or LLVM ("avx512_vnni", "avx512vnni")."""
-    if missing := missing_features(required):
+    missing = missing_features(required)
+    if _ARM_FEATURES.keys() & missing and platform.machine() not in ("aarch64", "arm64"):
+        raise BundleError(
+            f"{root}: the kernels are for ARM processors of 64 bits, and this machine is an {platform.machine()}; copy "
+            "the bundle to such a machine, or compress again with the target x86"
+        )
+    if missing:
         raise BundleError(f"{root}: this CPU lacks {', '.join(missing)}; compress again for this CPU")
 
 
@@ -57,12 +75,22 @@ def missing_features(required: Sequence[str]) -> list[str]:
 @cache
 def _cpu_flags() -> frozenset[str] | None:
     """Return the CPU's features, as Linux tells them; None where it does not."""
+    if platform.machine() == "aarch64" and platform.system() == "Linux":
+        return _arm_flags()
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return None
     line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
     return frozenset(map(_letters, line[1].split() if line else ()))
+
+
+def _arm_flags() -> frozenset[str]:
+    """Return an ARM CPU's features as Linux tells each process: /proc/cpuinfo under an emulator is its host's."""
+    getauxval = _libc.getauxval
+    getauxval.restype, getauxval.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
+    words = {kind: getauxval(kind) for kind in (_HWCAP, _HWCAP2)}
+    return frozenset(name for name, (kind, bit) in _ARM_FEATURES.items() if words[kind] >> bit & 1)
 
 
 def _letters(feature: str) -> str:

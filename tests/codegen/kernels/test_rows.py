@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import emulated_arm
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.export import Dim
 from tvm import relax
 
 from compressor.capture.capture import capture
+from compressor.codegen import neon
 from compressor.codegen.isa import INDEPENDENT_ROWS, Isa
 from compressor.codegen.kernels import dense as dense_linear
 from compressor.codegen.kernels import norm
@@ -137,6 +139,7 @@ def test_rows_of_linears(case: tuple[str, list[int], Prologue | None, bool, bool
     check_linear(name, isa, rows, prologue, residual, bias)
 
 
+@pytest.mark.of_x86
 @pytest.mark.parametrize("name", ["W4A16_G32", "FP6_E3M2_G32"])
 def test_rows_of_floats_take_vectors_where_amx_would_split_them(name: str) -> None:
     """Up to INDEPENDENT_ROWS no tile is touched, so that a CPU without AMX executes what was compiled for it."""
@@ -186,6 +189,7 @@ class Chain(nn.Module):
         return rotary, gated, torch.softmax(x, -1), 1.7 - x * x, (x * y).sum(-1) - x.mean(-1) * 2
 
 
+@pytest.mark.of_x86
 @pytest.mark.parametrize("width", [20, 37])
 def test_rows_of_what_lies_between_linears(width: int) -> None:
     sizes = ({1: Dim("rows", min=1)},) * 2
@@ -206,6 +210,8 @@ def test_rows_of_what_lies_between_linears(width: int) -> None:
 
 def module(func: tvm.tirx.PrimFunc, isa: Isa) -> Any:
     """Compile a kernel without executing it."""
+    if isa.name in neon.ISAS:
+        return emulated_arm.compiled(func, isa)
     mod = tvm.IRModule({"kernel": func.with_attr("global_symbol", "kernel")})
     return tvm.compile(mod, target=X86().tvm_target(isa), tir_pipeline=PIPELINE)
 

@@ -18,7 +18,7 @@ from compressor.codegen.gpu.halves import bfloat2, first_bits, half2, low_bfloat
 from compressor.codegen.gpu.intrinsics import WARP, lane_max, lane_sum, warp_max, warp_sum
 from compressor.codegen.gpu.linear.fragments import Fragments
 from compressor.codegen.gpu.memory import held, shared
-from compressor.codegen.kernels.linear.activations import inverse_scale, on_grid, span_scale
+from compressor.codegen.kernels.activations import inverse_scale, on_grid, span_scale
 from compressor.codegen.kernels.linear.prologue import ACTIVATIONS, Prologue
 from compressor.codegen.kernels.vector import finite_size, is_nan, size_bits
 

@@ -17,10 +17,10 @@ import tvm
 from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
+from compressor.codegen.kernels.activations import inverse_scale, on_grid, span_scale
 from compressor.codegen.kernels.codes import code_quad, code_values, scale_values
 from compressor.codegen.kernels.convolution.feeds import NAN, ZERO, Geometry
 from compressor.codegen.kernels.convolution.kernel import Epilogue, finish, kernel_name
-from compressor.codegen.kernels.linear.activations import inverse_scale, on_grid, span_scale
 from compressor.codegen.kernels.linear.weights import parameter
 from compressor.codegen.kernels.vector import (
     VECTOR,

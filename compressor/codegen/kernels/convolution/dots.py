@@ -36,6 +36,11 @@ _SMALL = 1 << 20
 """Products below which threads take longer to wake."""
 
 
+def takes_lanes(isa: Isa) -> bool:
+    """Whether sixteen columns of activations are loaded at once, and products read a lane of them by its number."""
+    return isa.lanes == 4 and isa.registers == 32
+
+
 class End(Protocol):
     """Ends of outputs: how sums become what is stored."""
 
@@ -61,7 +66,9 @@ class DotProducts:
         self.feed, self.fmt, self.isa = feed, fmt, isa
         # Words of int16 would fill the first-level cache with a pair of tiles, and lone ones give each load of weights
         # to three outputs: 1.1 to 1.8 times the products a second of a pair and one output.
-        self.n_tiles = next(n for n in (self.group_tiles if isa.dot2 is None else (1,)) if tiles % n == 0)
+        # Lanes of activations are free, and lone tiles load the fewest weights.
+        is_alone = isa.dot2 is not None or (takes_lanes(isa) and self.group_tiles is _GROUP_TILES)
+        self.n_tiles = next(n for n in ((1,) if is_alone else self.group_tiles) if tiles % n == 0)
         self.groups = tiles // self.n_tiles
         self._parts = [T.ramp(part, 1, isa.lanes) for part in range(0, TILE_ROWS, isa.lanes)]
         self.band, (high, wide) = feed.band, feed.geometry.outputs
@@ -74,7 +81,7 @@ class DotProducts:
         self.is_flat = feed.pitch == wide
         last = high - (-(-high // self.band) - 1) * self.band
         length, shortest = (self.band * wide, last * wide) if self.is_flat else (wide, wide)
-        sums = (24 if isa.lanes == 16 else 12) // len(self._parts)  # of 32 registers, or 16
+        sums = isa.registers * 3 // 4 // len(self._parts)
         self.outputs = _block(length, max(1, min(self.most_outputs, sums // self.n_tiles, shortest)))
 
     def prepare(self, codes: Any, kept: Any) -> None:
@@ -97,9 +104,28 @@ class DotProducts:
 
     def add(self, acc: list[Any], places: list[tuple[int, Any]], source: Any, base: Any, q: Any) -> None:
         """Emit all products of a block of outputs, the first of which is ``q``."""
-        with T.serial(0, self.feed.runs) as run, T.serial(0, -(-self.feed.run_bytes // 4)) as quad:
-            begin = base + q * self.feed.step + self.feed.offset(run) + 4 * quad
-            self.add_four(acc, places, source, begin, run * run_quads(self.feed) + quad)
+        whole = self.feed.run_bytes // 16 if takes_lanes(self.isa) else 0
+        with T.serial(0, self.feed.runs) as run:
+            begin = T.bind(base + q * self.feed.step + self.feed.offset(run))
+            first = run * run_quads(self.feed)
+            if whole:
+                with T.serial(0, whole) as k:
+                    self._add_sixteen(acc, places, source, begin + 16 * k, first + 4 * k)
+            if 4 * whole < -(-self.feed.run_bytes // 4):
+                with T.serial(4 * whole, -(-self.feed.run_bytes // 4)) as quad:
+                    self.add_four(acc, places, source, begin + 4 * quad, first + quad)
+
+    def _add_sixteen(self, acc: list[Any], places: list[tuple[int, Any]], source: Any, begin: Any, quad: Any) -> None:
+        """As :meth:`add_four`, of four times four columns."""
+        acts = []
+        for t in range(len(acc)):
+            place = T.ramp(begin + t * self.feed.step, 1, 16)
+            acts += [T.bind(act) for act in activation_words(T.reinterpret(source[place], dtype="int32x4"), self.isa)]
+        for k in range(4):
+            for n, at in places:
+                weight = T.bind(self._weights[n, quad + k, at])
+                for total, act in zip(acc, acts, strict=True):
+                    add_products(total, [n, at], [T.Shuffle([act], [k] * 4)], [weight], self.fmt, self.isa)
 
     def add_four(self, acc: list[Any], places: list[tuple[int, Any]], source: Any, begin: Any, quad: Any) -> None:
         """Emit the products of four columns with a block of outputs, the first of which reads from ``begin`` on.

@@ -16,8 +16,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from compressor.codegen.kernels.activations import inverse_scale, span_scale
 from compressor.codegen.kernels.amx import SIDE
-from compressor.codegen.kernels.linear.activations import inverse_scale, span_scale
 from compressor.codegen.kernels.vector import (
     VECTOR,
     at_least,

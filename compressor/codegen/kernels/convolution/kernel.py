@@ -15,6 +15,7 @@ import tvm
 from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
+from compressor.codegen.kernels.activations import inverse_scale
 from compressor.codegen.kernels.codes import scale_values
 from compressor.codegen.kernels.convolution import groups
 from compressor.codegen.kernels.convolution.direct import DirectFeed, Feed
@@ -29,7 +30,6 @@ from compressor.codegen.kernels.convolution.feeds import (
 from compressor.codegen.kernels.convolution.groups import GroupProducts
 from compressor.codegen.kernels.convolution.products import TileProducts
 from compressor.codegen.kernels.convolution.weights import is_aligned
-from compressor.codegen.kernels.linear.activations import inverse_scale
 from compressor.codegen.kernels.linear.weights import parameter
 from compressor.codegen.kernels.vector import at_least, at_most, ramp, registers
 from compressor.formats.activations import Activations

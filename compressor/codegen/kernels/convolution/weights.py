@@ -7,7 +7,7 @@ from typing import Any
 from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
-from compressor.codegen.kernels.codes import centred, code_quad, dot4
+from compressor.codegen.kernels.codes import centred, code_quad, dot4, less_128
 from compressor.codegen.kernels.convolution.direct import Feed
 from compressor.codegen.kernels.convolution.feeds import RUN_BYTES, PatchFeed
 from compressor.codegen.kernels.vector import splat
@@ -38,7 +38,9 @@ def words_shape(n_tiles: int, quads: int, isa: Isa) -> tuple[int, ...]:
 
 
 def activation_words(four: Any, isa: Isa) -> list[Any]:
-    """Return what the words of four bytes of the weight meet: as many, of four unsigned bytes in every lane."""
+    """Return what the words of four bytes of the weight meet: as many, of four bytes in every lane."""
+    if isa.signed4 is not None:
+        return [less_128(four, isa.lanes)]
     if isa.dot2 is None:
         return [four]
     return [
@@ -50,7 +52,10 @@ def add_products(total: Any, at: list[Any], acts: list[Any], weights: list[Any],
     """Emit the addition of the products of :func:`activation_words` with the words of four columns to sums."""
     value = total[tuple(at)]
     for act, weight in zip(acts, weights, strict=True):
-        value = dot4(value, act, weight, fmt, isa) if isa.dot2 is None else isa.dot2(value, act, weight)
+        if isa.signed4 is not None:  # which takes a lane of its second operand
+            value = isa.signed4(value, weight, act)
+        else:
+            value = dot4(value, act, weight, fmt, isa) if isa.dot2 is None else isa.dot2(value, act, weight)
     T.buffer_store(total, value, at)
 
 

@@ -27,8 +27,6 @@ _MOST_TILES = 4
 _MOST_STATEMENTS = 64  # of a chunk: LLVM's time grows with their square
 _SLOW_TOKENS = 8
 """Tokens from which on a page takes longer than the processor fetches ahead of it; for fewer, asking costs more."""
-_SUMS = {16: 16, 8: 12}
-"""Registers of sums, by lanes: of 32, or 16, of which codes, activations and outputs take others."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,12 @@ class Block:
 
 def supports(isa: Isa) -> str:
     """Say why several tokens do not take blocks of their number; an empty text where they do."""
-    return "" if isa.lanes in _SUMS else f"{isa.name} has registers for the sums of too few tokens"
+    return "" if isa.registers * isa.lanes >= 128 else f"{isa.name} has registers for the sums of too few tokens"
+
+
+def _sums(isa: Isa) -> int:
+    """Return how many registers hold sums; codes, activations and outputs take the others."""
+    return 16 if isa.lanes == 16 else isa.registers * 3 // 4
 
 
 def blocks(body: Products, tiles: int) -> list[Block]:
@@ -50,7 +53,7 @@ def blocks(body: Products, tiles: int) -> list[Block]:
     is_long = quads > 2 or body.fmt.codebook
     found = []
     for tokens in _TOKENS_OF_LONG if is_long else _TOKENS:
-        most = min(_SUMS.get(body.isa.lanes, 0) // (tokens * each), _MOST_STATEMENTS // (tokens * quads))
+        most = min(_sums(body.isa) // (tokens * each), _MOST_STATEMENTS // (tokens * quads))
         if most:
             counts = (n for n in (_MOST_TILES, 2, 1) if n <= most and tiles % n == 0)
             found.append(Block(tokens, 1 if body.fmt.codebook else max(counts)))  # its values are in registers as well

@@ -20,12 +20,12 @@ from tvm.script import tirx as T
 
 from compressor.codegen.isa import INDEPENDENT_ROWS, Isa
 from compressor.codegen.kernels import amx
-from compressor.codegen.kernels.amx import ROW_BYTES, SIDE
-from compressor.codegen.kernels.linear import bit_planes, blocks, expand, prompts
+from compressor.codegen.kernels.amx import SIDE
+from compressor.codegen.kernels.linear import bit_planes, blocks, expand, panels, prompts
 from compressor.codegen.kernels.linear import tiles as amx_tiles
 from compressor.codegen.kernels.linear.bit_planes import PlaneProducts
 from compressor.codegen.kernels.linear.blocks import FewRows, by_vectors, vector_block
-from compressor.codegen.kernels.linear.preparation import Prepared, preparation
+from compressor.codegen.kernels.linear.preparation import Prepared, apart, preparation
 from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.prologue import Prologue, declare_inputs
 from compressor.codegen.kernels.linear.squeeze import ROOM, KeptProducts, list_kept, list_room, one_token
@@ -77,6 +77,8 @@ def gemm_space(tiles: int, gemv_tiles: int, fmt: Format, isa: Isa) -> list[Sched
     """
     if not amx_tiles.supports(fmt, isa):
         return [Schedule(gemv_tiles, 2 - tiles % 2, TOKENS)]
+    if isa.lanes < 8 and not blocks.supports(isa):  # a tile's sums are four of 32 registers
+        return [Schedule(gemv_tiles, 1, m) for m in (4, 6)]
     quads = fmt.chunk_columns // 4
     space = [(n, m) for n, m in ((4, 4), (2, 8), (1, 16), (2, 4)) if n * m * quads <= 64 and tiles % n == 0]
     space.insert(0 if fmt.integer_products else 1, _GEMM_DEFAULT)  # floats gain more from sharing what is unpacked
@@ -151,10 +153,10 @@ class Shape:
         is_final = body.groups == 1 and not (weights.is_ragged or has_floats)
         tiles = TileProducts(body, columns, schedule.gemm_tiles, is_final=is_final, blocks=blocks)
         # Bytes from one token's activations to the next, those that fill up chunks or registers included.
-        width = tiles.stride if is_tiled else _apart(given.chunks * fmt.chunk_columns, 1 if body.integer else 4)
+        width = tiles.stride if is_tiled else apart(given.chunks * fmt.chunk_columns, 1 if body.integer else 4)
         if body is not given:
             width = -(-width // ROOM) * ROOM  # whole registers are squeezed
-        round_to = tiles.sides * SIDE if is_tiled else schedule.gemm_tokens
+        round_to = tiles.sides * SIDE if is_tiled else panels.tokens_of(body, schedule.gemm_tokens)
         step = max(schedule.gemm_tokens, round_to)
         return cls(body, given, weights, tiles, schedule, columns, kept, is_tiled, is_final, width, round_to, step)
 
@@ -167,15 +169,6 @@ class Shape:
     def kind(self) -> str:
         """Type of sums."""
         return "int32" if self.body.integer else "float32"
-
-
-def _apart(columns: int, size_bytes: int) -> int:
-    """Return the elements of a row, filled up to an odd number of cache lines.
-
-    Of rows that are a power of two apart, the same columns of all tokens would meet in the same few sets of the cache.
-    """
-    line = ROW_BYTES // size_bytes
-    return (-(-columns // line) | 1) * line
 
 
 def fused_linear(
@@ -220,6 +213,8 @@ def fused_linear(
         many = prompts.prompt_products(weights, shape, store, None if only > 1 else few)
     elif shape.is_tiled:
         many = _by_amx(shape, tile_block(shape, store))
+    elif not panels.supports(body):
+        many = panels.by_panels(shape, store)
     else:
         many = by_vectors(shape, block)
 

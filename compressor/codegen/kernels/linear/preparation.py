@@ -1,6 +1,6 @@
 """Prepare a token's activations for the products of the packed linear.
 
-They are rounded (:mod:`compressor.codegen.kernels.linear.activations`) or copied, filled up with zeros, summed by
+They are rounded (:mod:`compressor.codegen.kernels.activations`) or copied, filled up with zeros, summed by
 groups for the zero points, and laid out as the products take them: in bit planes, or in bfloat16 for AMX.
 """
 
@@ -13,12 +13,14 @@ from typing import Any, cast
 
 from tvm.script import tirx as T
 
-from compressor.codegen.kernels.linear.activations import inverse_scale, on_grid, span_scale
+from compressor.codegen.kernels.activations import inverse_scale, on_grid, span_scale
 from compressor.codegen.kernels.linear.bit_planes import slice_chunk
 from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.prologue import Prologue
 from compressor.codegen.kernels.vector import emit_tree, emit_tree_sum, finite_size, size_bits
 from compressor.formats.activations import Activations
+
+_LINE_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -209,3 +211,12 @@ def adding_up(body: Products) -> Any:
             T.buffer_store(sums, lane[0], list(body.at(m, n, g)))
 
     return add_up
+
+
+def apart(columns: int, size_bytes: int) -> int:
+    """Return the elements of a row, filled up to an odd number of cache lines.
+
+    Of rows that are a power of two apart, the same columns of all tokens would meet in the same few sets of the cache.
+    """
+    line = _LINE_BYTES // size_bytes
+    return (-(-columns // line) | 1) * line

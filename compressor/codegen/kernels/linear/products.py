@@ -12,8 +12,8 @@ from typing import Any
 from tvm.script import tirx as T
 
 from compressor.codegen.isa import Isa
-from compressor.codegen.kernels.codes import code_quad, code_values, dot4, scale_values
-from compressor.codegen.kernels.vector import product, splat_float
+from compressor.codegen.kernels.codes import code_quad, code_values, dot4, less_128, scale_values
+from compressor.codegen.kernels.vector import product, splat, splat_float
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 
@@ -36,6 +36,8 @@ class Products:
         self.has_zeros = fmt.element is None and not fmt.codebook
         self.accumulators = 1
         self.half = fmt.zero_point % 1 if self.integer else 0.0
+        # What codes are less where products multiply them, and their zero points; only signed products need it.
+        self.less = 128 if self.integer and self.has_zeros and fmt.bits == 8 and isa.signed4 is not None else 0
 
     def lanes(self, n_tokens: int, n_tiles: int) -> Iterator[tuple[int, int, Any]]:
         """(token, tile, rows of the tile that one register holds)."""
@@ -55,6 +57,13 @@ class Products:
     def quad(self, codes: Any, tile: Any, chunk: Any, quad: int, at: Any) -> Any:
         """Return the codes of four columns of a chunk, one a byte, for a register's rows."""
         return code_quad(lambda word: codes[tile, chunk, word, at], self.fmt, quad, self.isa.lanes)
+
+    def dot(self, total: Any, codes: Any, four: Any) -> Any:
+        """Add the products of four codes with four activations in each lane."""
+        if self.less:
+            assert self.isa.signed4 is not None
+            return self.isa.signed4(total, less_128(codes, self.isa.lanes), four)
+        return dot4(total, codes, four, self.fmt, self.isa)
 
     def _const(self, value: float) -> Any:
         return T.int32(int(value)) if self.integer else T.float32(value)
@@ -80,8 +89,9 @@ class Products:
         lanes, kind = self.isa.lanes, "int32" if self.integer else "float32"
         minus_sum = self._const(0) - total
         if zeros is None:
-            return T.broadcast(minus_sum * self._const(self.fmt.zero_point - self.half), lanes)
-        return T.broadcast(minus_sum, lanes) * T.Cast(f"{kind}x{lanes}", self.of_rows(zeros, tile, g, at))
+            return T.broadcast(minus_sum * self._const(self.fmt.zero_point - self.half - self.less), lanes)
+        points = T.Cast(f"{kind}x{lanes}", self.of_rows(zeros, tile, g, at))
+        return T.broadcast(minus_sum, lanes) * (points - splat(self.less, lanes) if self.less else points)
 
     def of_rows(self, part: Any, tile: Any, g: Any, at: Any) -> Any:
         """Scales or zeros of a register's rows; those of a block share one."""
@@ -113,7 +123,7 @@ class Products:
                         T.buffer_store(values, value, [i, at])
                 if self.integer:
                     four = T.broadcast(self.four(a, m0 + t, n, column), lanes)
-                    value = dot4(acc[t][n, at], last, four, fmt, self.isa)
+                    value = self.dot(acc[t][n, at], last, four)
                 else:
                     value = acc[t][n, at]
                     for i in range(4):

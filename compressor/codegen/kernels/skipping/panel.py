@@ -54,7 +54,7 @@ class Panel:
     @property
     def block(self) -> int:
         """Tokens whose sums stay in registers, for four registers of rows."""
-        return 6 if self.isa.lanes == 16 else 3
+        return self.isa.registers * 3 // 16
 
     @property
     def together(self) -> int:

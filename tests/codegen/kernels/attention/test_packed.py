@@ -10,25 +10,17 @@ from typing import Any
 import pytest
 import torch
 import tvm
-from kernel_cases import check_special, normal, orders, special_attention
+from kernel_cases import build, check_special, normal, orders, special_attention
 
 import compressor.ops  # noqa: F401  (registers the operators)
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.attention import packed as packed_cache
 from compressor.codegen.targets import x86
-from compressor.codegen.targets.x86 import X86
 from compressor.formats.cache import CacheFormat
 from compressor.formats.layouts.packed_cache import dequantize_cache
 
 OPS = torch.ops.compressor
 TOLERANCE = 3e-6  # of the largest output; both sides round float32 sums in different orders
-
-
-def build(func: tvm.tirx.PrimFunc, isa: Isa) -> Any:
-    if not X86().executes(isa):
-        pytest.skip(f"this machine has no {isa.name}")
-    module = tvm.IRModule({"kernel": func.with_attr("global_symbol", "kernel")})
-    return tvm.compile(module, target=X86().tvm_target(isa))["kernel"]
 
 
 def run(kernel: Any, *operands: Any, out: torch.Tensor) -> torch.Tensor:

@@ -133,6 +133,7 @@ class Rows(nn.Module):
         return self.each(self.first(x).relu())
 
 
+@pytest.mark.of_x86
 def test_rows() -> None:
     torch.manual_seed(0)
     module, x = Rows().eval().requires_grad_(False), torch.randn(3, 4, 20)
@@ -144,6 +145,7 @@ def test_rows() -> None:
     assert relative_error(graph(x), module(x)) < 0.02
 
 
+@pytest.mark.of_x86
 @pytest.mark.parametrize("scheme", ["W8A8_STATIC", "W8A8", "W8A16_C", ""])
 def test_graphs(scheme: str) -> None:
     torch.manual_seed(0)

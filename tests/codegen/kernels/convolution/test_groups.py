@@ -108,6 +108,7 @@ def test_more_bits_than_there_is_room_for_do_no_harm() -> None:
         call(case.kernel, x + 1, *damaged.values(), residual[0, 0, 0], residual, out=tuple(residual.shape))
 
 
+@pytest.mark.of_x86
 def test_what_has_no_kernel_and_what_is_slower() -> None:
     fmt, pixels = Format.parse("W8A8_STATIC_B32x4@30"), Geometry((7, 7), 16, *ONE)
     assert "6 channels are not a multiple of 4" in supports(fmt, Geometry((7, 7), 6, *ONE))
@@ -117,6 +118,7 @@ def test_what_has_no_kernel_and_what_is_slower() -> None:
     assert "@" not in convolution_name(16, pixels, fmt, True, True, Epilogue())  # linkers read it as a version
 
 
+@pytest.mark.of_x86
 def test_lone_tiles_take_more_outputs_than_pairs_do() -> None:
     """24 sums: as many products for each load of weights and activations as the dense kernel has."""
     fmt, geometry = Format.parse("W8A8_STATIC_B32x4@30"), Geometry((14, 24), 16, *THREE)

@@ -178,6 +178,7 @@ class Residual(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+@pytest.mark.of_x86
 @pytest.mark.parametrize("scheme", ["W8A8_STATIC", "W8A8", "W8A16_C"])
 def test_graphs(scheme: str) -> None:
     torch.manual_seed(0)

@@ -22,6 +22,7 @@ from kernel_cases import (
     build,
     check_packed_linear,
     check_special,
+    executes,
     random_packed,
     relative_error,
     run,
@@ -30,10 +31,10 @@ from kernel_cases import (
 )
 
 from compressor.codegen.isa import Isa
+from compressor.codegen.kernels import activations, embedding, norm, vector
 from compressor.codegen.kernels import dense as dense_linear
-from compressor.codegen.kernels import embedding, norm, vector
 from compressor.codegen.kernels.convolution import patches
-from compressor.codegen.kernels.linear import activations, bit_planes
+from compressor.codegen.kernels.linear import bit_planes
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.targets import x86
 from compressor.codegen.targets.x86 import X86
@@ -121,7 +122,7 @@ def test_a_machine_without_instructions_of_its_own_gets_plain_expressions(name: 
 @settings(max_examples=6, deadline=None)
 @given(
     st.sampled_from(sorted(FORMATS)),
-    st.sampled_from([isa for isa in x86.ISAS.values() if X86().executes(isa)]),
+    st.sampled_from([isa for isa in x86.ISAS.values() if executes(isa)]),
     st.randoms(use_true_random=False),
     st.integers(0, 99),
 )
@@ -130,6 +131,7 @@ def test_packed_linear_of_any_preset_and_shape(name: str, isa: Isa, pick: random
     check_packed_linear(Format.parse(name), isa, pick, torch.Generator().manual_seed(seed), is_small=False)
 
 
+@pytest.mark.of_x86
 @pytest.mark.parametrize("isa", WIDTHS, ids=lambda isa: isa.name)
 def test_small_buffers_take_no_calls(isa: Isa) -> None:
     """What TVM allots by a call is in no register: only buffers whose size depends on the tokens are allotted."""

@@ -75,6 +75,7 @@ def test_a_token_with_nan_has_no_outputs_and_others_have() -> None:
     assert [row for row in range(70) if not finite[row]] == [3, 66] and not torch.isfinite(got[0, [3, 66]]).any()
 
 
+@pytest.mark.of_x86
 def test_where_a_dense_weight_would_take_less_time() -> None:
     def says(name: str, isa: Isa) -> str:
         return prompts.slower(Format.parse(name), isa)

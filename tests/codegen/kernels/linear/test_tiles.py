@@ -12,6 +12,8 @@ from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.targets import x86
 from compressor.formats.format import Format
 
+pytestmark = pytest.mark.of_x86
+
 
 @pytest.mark.parametrize("name", [
     "W8A8", "W4A8_G128", "W4A8_ASYM_G32", "W8A8_ASYM_G32_AG64", "W3A8_G64_S1", "W6A8_C",

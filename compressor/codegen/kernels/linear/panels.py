@@ -1,0 +1,202 @@
+"""Prompts by registers of four lanes: a task turns its tile's codes into bytes once, in the first-level cache.
+
+Where registers are short, what unpacks codes and spreads activations takes as many instructions as the products.  So a
+panel of bytes is made first, and four bytes of activations are a lane of a register that products read by its number::
+
+    codes    int32 [chunks, words, 16]       as stored, a row a lane
+    by dot4  int32 [columns / 4, 16]         four columns a word, a row a lane
+    by mmla  int32 [columns / 8, 8, 4]       eight columns of a row, then of the next: 2 x 8 by 8 x 2 an instruction
+
+The sums of an ``mmla`` are those of two rows by two tokens; they are parted at the end of a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Any
+
+from tvm.script import tirx as T
+
+from compressor.codegen.isa import Isa
+from compressor.codegen.kernels.codes import centred, code_quad
+from compressor.codegen.kernels.linear.blocks import vector_block
+from compressor.codegen.kernels.linear.products import Products
+from compressor.codegen.kernels.linear.weights import Weight
+from compressor.codegen.kernels.vector import splat
+from compressor.formats.format import Format
+from compressor.formats.parts import TILE_ROWS
+from compressor.formats.planes import TwoPlanes, UpperPlane
+
+_LANES = 4
+_STEP = 16
+"""Columns of a chunk here: those of a register of activations."""
+
+
+def supports(body: Products) -> str:
+    """Say why prompts do not take panels; an empty text where they do."""
+    fmt, isa = body.fmt, body.isa
+    if isa.lanes != _LANES or (isa.signed4 is None and isa.mmla is None):
+        return f"{isa.name} has no products of a register's lane"
+    if type(body) is not Products or not body.integer or not body.has_zeros:
+        return f"{fmt.name} does not multiply bytes of all columns"
+    if fmt.extra(TwoPlanes) is not None or fmt.extra(UpperPlane) is not None:
+        return "codes lie in two planes"
+    return f"groups of {body.group_columns} columns" if body.groups > 1 and body.group_columns % _STEP else ""
+
+
+def tokens_of(body: Products, wanted: int) -> int:
+    """Return the tokens of a block: pairs where products take two."""
+    return wanted + wanted % 2 if body.isa.mmla is not None else wanted
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """A task's codes, read by the tile's number and chunk as stored codes are."""
+
+    words: Any
+
+    def __getitem__(self, place: tuple[Any, ...]) -> Any:
+        return self.words[place[-2:]]
+
+
+class PanelProducts(Products):
+    """Products of a panel by ``signed4``: a register of activations has four times four columns."""
+
+    def __init__(self, rows: int, columns: int, fmt: Format, isa: Isa) -> None:
+        super().__init__(rows, columns, fmt, isa)
+        self.columns, self.chunks, self.group_chunks = columns, -(-columns // _STEP), -(-self.group_columns // _STEP)
+        if fmt.symmetric:  # the zero point is subtracted once, so that sums begin with zero
+            self.less = int(fmt.zero_point - self.half)
+        elif fmt.bits == 8:
+            self.less = 128
+
+    def words(self) -> tuple[int, int]:
+        """Return the panel's shape, filled up to whole chunks of both kinds."""
+        return lcm(_STEP, self.fmt.chunk_columns) * self._parts // 4, TILE_ROWS
+
+    @property
+    def _parts(self) -> int:
+        return -(-self.columns // lcm(_STEP, self.fmt.chunk_columns))
+
+    def unpack(self, panel: Any, codes: Any, tile: Any) -> None:
+        """Emit what writes a tile's panel; behind the last chunk it repeats that, which meets zeros."""
+        each, chunk = lcm(_STEP, self.fmt.chunk_columns), self.fmt.chunk_columns
+        last = self.fmt.chunks(self.columns) - 1
+        with T.serial(0, self._parts) as s:
+            for two in range(each // 8):
+                for part in range(0, TILE_ROWS, _LANES):
+                    pair = []
+                    for quad in (2 * two, 2 * two + 1):
+                        which = T.min(s * (each // chunk) + 4 * quad // chunk, last)
+                        at = T.ramp(part, 1, _LANES)
+                        pair.append(self._stored(codes, tile, which, 4 * quad % chunk // 4, at))
+                    self._store(panel, s * (each // 8) + two, part, pair)
+
+    def _stored(self, codes: Any, tile: Any, chunk: Any, quad: int, at: Any) -> Any:
+        value = code_quad(lambda word: codes[tile, chunk, word, at], self.fmt, quad, _LANES)
+        return T.bind(centred(value, self.less, _LANES) if self.less else value)
+
+    def _store(self, panel: Any, two: Any, part: int, pair: list[Any]) -> None:
+        for i, value in enumerate(pair):
+            T.buffer_store(panel, value, [2 * two + i, T.ramp(part, 1, _LANES)])
+
+    def add_chunk(
+        self, acc: Any, a: Any, codes: Any, values: Any, table: Any, first: Any, m0: Any, c: Any, n_tokens: int,
+        n_tiles: int,
+    ) -> None:  # fmt: skip
+        """Add sixteen columns of a tile and every token."""
+        times = self.isa.signed4
+        assert n_tiles == 1 and times is not None
+        acts = [self._activations(a, m0 + t, c, "int32x4") for t in range(n_tokens)]
+        for quad in range(_STEP // 4):
+            for part in range(0, TILE_ROWS, _LANES):
+                at = T.ramp(part, 1, _LANES)
+                word = T.bind(codes[first, 4 * c + quad, at])
+                for t, four in enumerate(acts):
+                    value = times(acc[t][0, at], word, T.Shuffle([four], [quad] * _LANES))
+                    T.buffer_store(acc[t], value, [0, at])
+
+    @staticmethod
+    def _activations(a: Any, token: Any, c: Any, kind: str) -> Any:
+        return T.bind(T.reinterpret(a[token, T.ramp(c * _STEP, 1, _STEP)], dtype=kind))
+
+
+class MatrixProducts(PanelProducts):
+    """Products of a panel by ``mmla``: eight columns of two rows and two tokens."""
+
+    def _store(self, panel: Any, two: Any, part: int, pair: list[Any]) -> None:
+        for half in range(2):
+            rows = T.Shuffle(pair, [2 * half, _LANES + 2 * half, 2 * half + 1, _LANES + 2 * half + 1])
+            k = part // 2 + half  # the pair's number
+            T.buffer_store(panel, rows, [2 * two + k // 4, T.ramp(k % 4 * _LANES, 1, _LANES)])
+
+    def start_group(
+        self, acc: Any, sums: Any, zeros: Any, first: Any, m0: Any, g: Any, n_tokens: int, n_tiles: int
+    ) -> None:
+        """Set the sums to zero, and keep what the end of the group adds."""
+        self._zeros = [self.minus_zeros(sums[m0 + t, g], zeros, first, g, at) for t, _, at in self.lanes(n_tokens, 1)]
+        for t, n, at in self.lanes(n_tokens, n_tiles):
+            T.buffer_store(acc[t], splat(0, _LANES), [n, at])
+
+    def add_chunk(
+        self, acc: Any, a: Any, codes: Any, values: Any, table: Any, first: Any, m0: Any, c: Any, n_tokens: int,
+        n_tiles: int,
+    ) -> None:  # fmt: skip
+        """Add sixteen columns: of tokens t and t + 1, ``acc[t]`` has the rows 4 i and 4 i + 1, the next the others."""
+        assert n_tiles == 1 and self.isa.mmla is not None
+        rows = [self._activations(a, m0 + t, c, "int64x2") for t in range(n_tokens)]
+        for half in range(2):
+            acts = [
+                T.bind(T.Shuffle([one, other], [half, 2 + half]))
+                for one, other in zip(rows[::2], rows[1::2], strict=True)
+            ]
+            for k in range(TILE_ROWS // 2):
+                word = T.bind(codes[first, 4 * c + 2 * half + k // 4, T.ramp(k % 4 * _LANES, 1, _LANES)])
+                at = T.ramp(k // 2 * _LANES, 1, _LANES)
+                for p, two in enumerate(acts):
+                    total = acc[2 * p + k % 2]
+                    T.buffer_store(total, self.isa.mmla(total[0, at], word, two), [0, at])
+
+    def end_group(
+        self, out: Any, acc: Any, sums: Any, scales: Any, factor: Any, first: Any, m0: Any, g: Any, n_tokens: int,
+        n_tiles: int,
+    ) -> None:  # fmt: skip
+        """Part the sums of two tokens, and go on as without matrices."""
+        zeros = iter(self._zeros)
+        minus = {(t, int(at.base)): next(zeros) for t, _, at in self.lanes(n_tokens, n_tiles)}
+        for t in range(0, n_tokens, 2):
+            for part in range(0, TILE_ROWS, _LANES):
+                at = T.ramp(part, 1, _LANES)
+                both = [T.bind(acc[t + i][0, at]) for i in range(2)]
+                for i in range(2):
+                    value = T.Shuffle(both, [i, 2 + i, _LANES + i, _LANES + 2 + i])
+                    T.buffer_store(acc[t + i], value + minus[t + i, part], [0, at])
+        super().end_group(out, acc, sums, scales, factor, first, m0, g, n_tokens, n_tiles)
+
+
+def by_panels(shape: Any, store: Any) -> Any:
+    """Make a macro that computes all outputs of many tokens, a tile of rows a task.
+
+    Args:
+        shape: the kernel's :class:`compressor.codegen.kernels.linear.packed.Shape`.
+    """
+    given, weights, step = shape.body, shape.weights, shape.step
+    kind = PanelProducts if given.isa.mmla is None else MatrixProducts
+    body = kind(weights.rows[0], shape.columns, given.fmt, given.isa)
+    block = vector_block(replace(shape, body=body, given=body), store)
+
+    @T.inline
+    def many(at, tokens, _turned):
+        for i in T.parallel(weights.steps(1)):
+            weight, first = T.meta_var(weights.of_task(i, 1))
+            panel = T.alloc_buffer(body.words(), "int32")
+            body.unpack(panel, weight.codes, first)
+            for j in range((tokens + (step - 1)) // step):
+                block(at, tokens, _of_panel(weight, panel), first, 1, j * step, step)
+
+    return many
+
+
+def _of_panel(weight: Weight, panel: Any) -> Weight:
+    return replace(weight, parts={**weight.parts, "codes": _Panel(panel)})
