@@ -23,6 +23,7 @@ gc.set_threshold(10_000)
 from missing import skip_or_fail  # noqa: E402
 from pages import browser, made, open_page, serve  # noqa: E402, F401 (fixtures)
 from prices import share_prices  # noqa: E402
+from whole import always_runs  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-docs", action="store_true", help="write what docs take from docstrings: options and the map"
     )
+    parser.addoption("--whole", action="store_true", help="run all tests, also those like others that always run")
     parser.addoption("--arm", metavar="LEVEL", help="run tests of kernels for ARM's level, or each, under qemu")
     parser.addoption("--most-cases", metavar="N", type=int, help="run so many cases of each test at most")
 
@@ -48,7 +50,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only x86 has where ARM is asked for, and what lies beyond the most cases of a test."""
+    """Leave out tests like others, what only x86 has where ARM is asked for, and what lies beyond the most cases."""
+    is_asked_for = config.option.keyword or any("::" in argument for argument in config.args)
+    if not (is_asked_for or config.getoption("--whole") or config.getoption("--arm")):
+        items[:], left_out = always_runs(items)
+        config.hook.pytest_deselected(items=left_out)
     if config.getoption("--arm"):
         items[:] = [item for item in items if item.get_closest_marker("of_x86") is None]
     if most := config.getoption("--most-cases"):

@@ -13,6 +13,7 @@ from pathlib import Path
 import compressor_runtime
 import compressor_selfcheck
 import pytest
+from whole import LEFT_OUT
 
 import compressor
 from compressor.host.digests import code_digest
@@ -87,6 +88,19 @@ def test_modules_that_are_named_in_strings_exist() -> None:
             for name in names:
                 if name not in ("compressor.targets",):  # a group of entry points
                     assert importlib.util.find_spec(name) is not None, f"{path}: {name}"
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_tests_that_are_left_out_exist(name: str) -> None:
+    path, _, test = name.partition("::")
+    text, left_out = (Path(__file__).parent / path).read_text(encoding="utf-8"), LEFT_OUT[name]
+    assert re.search(rf"^def {test}\(", text, re.MULTILINE)
+    assert isinstance(left_out, int) or all(f'"{case}"' in text + _cases() for case in left_out)
+
+
+def _cases() -> str:
+    """Return the files that name the cases of several tests."""
+    return "".join(path.read_text(encoding="utf-8") for path in (Path(__file__).parent / "support").glob("*.py"))
 
 
 def test_the_shipped_passes_and_targets_are_ours() -> None:
