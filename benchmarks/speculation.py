@@ -231,13 +231,14 @@ def predicted(counts: Speculation, choice_s: float, times: dict[int, float]) -> 
     return (steps_s + choosing_s) / (spent_s + choosing_s + counts.draft_s)
 
 
-def made(work: Path, source: Path, model: str, name: str, overrides: Sequence[str]) -> Bundle:
-    """Return the bundle of a recipe with overrides; it is written into ``work`` unless it is there."""
+def made(given: argparse.Namespace, model: str, name: str) -> Bundle:
+    """Return the bundle of a recipe with overrides; it is written into the folder ``work`` unless it is there."""
+    work, source, overrides = given.work, given.source, given.override
     folder, path = source, work / re.sub(r"\W+", "_", "_".join([model, name, *overrides]))
     if model == "widened":
         folder = work / "widened"
         if not (folder / "model.safetensors").is_file():
-            write_widened(source, folder, 8, 2, 16)
+            write_widened(source, folder, *map(int, given.widths.split(",")))
     if not (path / "manifest.json").is_file():
         recipe = load_recipe(name, [f"model={folder}", *overrides])
         samples = load_samples(recipe.calibration, folder) if recipe.calibration else None
@@ -279,6 +280,7 @@ def main() -> None:
     parser.add_argument("--kinds", default="lookup,recycle,auto")
     parser.add_argument("--override", action="append", default=[], help="of the recipe: key=value")
     parser.add_argument("--source", type=Path, default=resource("models") / "reference")
+    parser.add_argument("--widths", default="8,2,16", help="copies of residual, heads and inner units when widening")
     parser.add_argument("--always", action="store_true", help="verify each draft, of up to four tokens")
     parser.add_argument("--texts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=96)
@@ -292,7 +294,7 @@ def main() -> None:
     text, results = given.text.read_text(encoding="utf-8"), dict[str, Any]()
     asked = given.kinds.split(",")
     for model, name in itertools.product(given.models.split(","), dict.fromkeys(KINDS[kind] for kind in asked)):
-        bundle = made(given.work, given.source, model, name, given.override)
+        bundle = made(given, model, name)
         kinds = [kind for kind in asked if KINDS[kind] == name]
         wanted = [task for task in tasks(bundle, text, given.texts) if task.name in given.tasks.split(",")]
         times = verification_times(bundle, wanted[0].prompts[0][:PROMPT], given.turns, "exit" in kinds)
