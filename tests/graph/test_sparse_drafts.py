@@ -18,6 +18,9 @@ from compressor.graph.caches import empty_past
 from compressor.graph.kinds.sparse_drafts import drafts_sparse, limit_drafts, may_draft_sparse, sparse_graph
 from compressor.graph.model import clone_graph, weight_bytes
 from compressor.graph.rewrite import set_parameter
+from compressor.graph.sites import packed_sites
+from compressor.passes.embedding import Embedding
+from compressor.pipeline.context import Context
 from compressor.plan.passes import mark_entries, plan_passes
 from compressor.recipe.drafts import SparseSpec
 from compressor.recipe.recipe import Recipe
@@ -47,6 +50,14 @@ def test_the_model_skips_nothing_and_its_drafts_obey_their_thresholds() -> None:
     assert weight_bytes(graph) == weight_bytes(sparse) + thresholds  # no weight is stored twice
     graph.meta["model"] = dataclasses.replace(graph.meta["model"], speculates=True)
     assert [entry.name for entry in entries(graph)] == ["verify", "sparse", "main"]
+
+
+def test_a_head_that_is_the_table_drafts_with_all_inputs() -> None:
+    """By columns it would be stored a second time."""
+    graph = quantized(capture(build(DECODERS["llama"]())), "W8A16", "re:.*layers.0.mlp.*")
+    graph = Embedding("W8A16").run(graph, Context())
+    assert [site.name for site in packed_sites(graph)][-1] == "lm_head"
+    assert [site.name.rpartition(".")[2] for site in may_draft_sparse(graph)] == ["gate_proj", "up_proj", "down_proj"]
 
 
 @pytest.mark.parametrize(

@@ -34,21 +34,26 @@ class CallBuilder:
         """Add a call."""
         with self._graph.graph.inserting_before(self._before):
             node = self._graph.graph.call_function(target, args, kwargs)
-        with self._mode:
+        with self._mode, self._mode.shape_env.ignore_fresh_unbacked_symbols():  # experts' rows are counted at run time
             given = map_arg((args, kwargs), self._value)
             node.meta = {"val": target(*given[0], **given[1]), "nn_module_stack": {self._name: (self._name, "Added")}}
         return node
 
-    def linear(self, name: str, x: Node, rows: int, columns: int) -> Node:
+    def linear(self, name: str, x: Node, rows: int, columns: int, bias: Node | None = None) -> Node:
         """Add a linear with a weight of its own."""
         self.names.append(f"{name}.weight")
         set_parameter(self._graph, self.names[-1], torch.empty(rows, columns, dtype=self._dtype, device="meta"))
-        with self._graph.graph.inserting_before(self._before):
-            weight = self._graph.graph.get_attr(self.names[-1])
-        with self._mode:
-            weight.meta = {"val": torch.empty(rows, columns, dtype=self._dtype)}
-        node = self.call(_DENSE, x, weight, None)
+        node = self.call(_DENSE, x, self.parameter(self.names[-1]), bias)
         node.meta["nn_module_stack"] = {name: (name, _LINEAR)}
+        return node
+
+    def parameter(self, name: str) -> Node:
+        """Read a parameter of the graph."""
+        held = self._graph.get_parameter(name)
+        with self._graph.graph.inserting_before(self._before):
+            node = self._graph.graph.get_attr(name)
+        with self._mode:
+            node.meta = {"val": torch.empty(held.shape, dtype=held.dtype)}
         return node
 
     def again(self, last: Node, x: Node) -> Node:

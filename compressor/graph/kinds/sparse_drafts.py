@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from compressor.errors import UsageError
 from compressor.formats.extras import SkippedInputs
@@ -28,8 +28,12 @@ _LIMITS = "draft_thresholds"
 
 
 def may_draft_sparse(graph: GraphModule) -> list[Site]:
-    """Return the packed linears whose formats can skip inputs and do not yet."""
-    return [site for site in packed_sites(graph) if site.module_class != EXPERT and _may_skip(graph, site)]
+    """Return the packed linears whose formats can skip inputs and do not yet.
+
+    A head that shares its weight with the table of embeddings is none: by columns it would be stored a second time.
+    """
+    sites = [site for site in packed_sites(graph) if site.module_class != EXPERT and not _is_shared(site)]
+    return [site for site in sites if _may_skip(graph, site)]
 
 
 def limit_drafts(graph: GraphModule, thresholds: Mapping[str, Tensor]) -> None:
@@ -64,6 +68,11 @@ def sparse_graph(graph: GraphModule) -> GraphModule:
             set_parameter(sparse, limit, graph.get_parameter(limit))
             node.target = limit
     return clone_graph(sparse)  # without the thresholds that are not read
+
+
+def _is_shared(site: Site) -> bool:
+    codes: Node = site.node.args[1][0]  # type: ignore[index, assignment]
+    return any(user.target is torch.ops.compressor.packed_embedding.default for user in codes.users)
 
 
 def _may_skip(graph: GraphModule, site: Site) -> bool:
