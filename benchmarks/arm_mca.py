@@ -155,8 +155,7 @@ Made by `python benchmarks/arm_mca.py`: llvm-mca 19 on what LLVM writes for our 
 multiply-accumulates a cycle of a core. `plain` is what LLVM makes of a product as one writes it down, `bound` what the
 same model gives for the products alone (of `smull`, with what adds them up). Caches are not modelled, every load hits:
 one token waits for memory on most machines. Loops end with their group where LLVM unrolled it (groups of 32 columns),
-so scales are part of them; elsewhere what follows a group is not. Weights
-are 1024x1024; convolutions have 64 channels.
+so scales are part of them; elsewhere what follows a group is not. Weights are 1024x1024, convolutions have 64 channels.
 
 | level | core | kernel | tokens | product | plain | ours | bound | of it |
 |---|---|---|---|---|---|---|---|---|
