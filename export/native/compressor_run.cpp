@@ -8,6 +8,7 @@
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/extra/json.h>
@@ -254,6 +255,15 @@ std::string letters(const std::string& feature) {  // Linux and LLVM spell them 
 }
 
 std::set<std::string> cpu_flags() {
+#if defined(__aarch64__) && defined(__linux__)
+  // As in Python: /proc/cpuinfo under an emulator is its host's.  Bits of arch/arm64/include/uapi/asm/hwcap.h.
+  unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
+  std::set<std::string> present;
+  if (first >> 1 & 1) present.insert("asimd");
+  if (first >> 20 & 1) present.insert("asimddp");
+  if (second >> 13 & 1) present.insert("i8mm");
+  return present;
+#else
   std::ifstream info("/proc/cpuinfo");
   std::set<std::string> present;
   for (std::string line, flag; present.empty() && std::getline(info, line);) {
@@ -261,6 +271,7 @@ std::set<std::string> cpu_flags() {
     for (std::istringstream flags(line.substr(line.find(':') + 1)); flags >> flag;) present.insert(letters(flag));
   }
   return present;
+#endif
 }
 
 // Features that this CPU lacks, or that the system does not let processes use, with commas between them.
