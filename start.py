@@ -58,7 +58,7 @@ SYSTEM_PACKAGES = {  # what tests need beside Python's packages: Debian's name, 
     "cmake": ("cmake",),  # the C++ runner is built with it, by
     "make": ("make",),
     "qemu-user-static": ("qemu-x86_64-static",),  # a CPU without AVX512 is emulated with it, and ARM's
-    "g++-aarch64-linux-gnu": ("aarch64-linux-gnu-g++",),  # bundles for ARM and their kernels are linked by it
+    "g++-aarch64-linux-gnu": ("aarch64-linux-gnu-g++",),  # bundles for ARM are linked with it
     "lld": ("wasm-ld",),  # WebAssembly is linked with it
     "nodejs": ("node",),  # and run with it
     "chromium": ("chromium",),  # pages are opened with it
