@@ -92,6 +92,7 @@ def make_bundle(folder: Path) -> None:
     from compressor.export.facts import BundleFacts
     from compressor.export.native import NativeParts, write_native
     from compressor.export.publish import publishing
+    from compressor.host.wheels import tvm_runtime
     from compressor.formats.format import Format
     from compressor.numerics.nearest import rtn_quantize
 
@@ -112,6 +113,7 @@ def make_bundle(folder: Path) -> None:
         vectors={"tolerance": torch.ones(1)},
         kernels=[{"name": "main", "evidence": "executed"}],
         cpu_features=["sse2"],
+        tvm_runtime=tvm_runtime("x86_64"),
     )
     described = BundleFacts(
         model={"kind": "decoder", "name": "tiny", "architecture": "Tiny", **facts, "eos_ids": [1], "bos_id": 0},

@@ -407,7 +407,7 @@ def test_a_gate_that_the_plan_decides_fails_before_any_work(
         ("calibration=python_docs_heldout", "held out, for evaluation only"),
         ("calibration.samples=100000", "100000 samples are wanted; set samples to [0-9]+ or less"),
         ("evaluation.text=empty.txt", r"empty\.txt: the text is empty"),
-        ("target=arm", "no target is called 'arm'; nearest: wasm"),
+        ("target=webgup", "no target is called 'webgup'; nearest: webgpu"),
         ("target={x86: {isa: avx3}}", "'avx3' does not fit"),
         ("gates={perplexty: <= 3}", "unknown metric; nearest: perplexity"),
         ("gates={perplexity: about 3}", "is not a condition; write <=, >=, < or >, a number and a unit"),

@@ -37,6 +37,7 @@ def test_a_decoder_is_counted_from_its_headers(tmp_path: Path) -> None:
     assert found["weight_bytes"] - found["dense_bytes"] == 2 * (attention + mlp + table)
     assert found["stays_dense"] == []
     assert [(row["target"], row["serves"]) for row in found["targets"]] == [
+        ("arm", True),
         ("cuda", True),
         ("wasm", False),
         ("webgpu", True),

@@ -64,7 +64,7 @@ def test_prompts_and_steps_are_those_of_the_definition(llama: GraphModule, after
     expected = oracle.run(oracle.make_llama(), IDS, after, share)[0]
     info: ModelInfo = graph.meta["model"]
     assert info.layers == after + -(-(5 - after) // share) < 5 + (share == 1)
-    close = {"rtol": 1e-4, "atol": 1e-5}
+    close = {"rtol": 1e-4, "atol": 1e-5 * float(expected.abs().max())}  # float32 sums in another order
     torch.testing.assert_close(GraphLogits(graph)(IDS.numpy()), expected, **close)
     for chunks in ([12], [5, 1, 6], [1] * 12):
         caches, first = empty_caches(info, 2, 12), 0

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import structural_walk
+from tvm_ffi import structural_equal, structural_walk
 
 from compressor.codegen.lowering.elementwise import ScheduleElementwise
 from compressor.errors import CompressorError, VerificationError, first_line
@@ -17,7 +18,8 @@ from compressor.errors import CompressorError, VerificationError, first_line
 _CONSTANT_BYTES_ALLOWED = 1 << 16
 """Rotary frequencies and the like may be constants; weights may not."""
 
-
+_SHAPES = "shape_func"
+"""What ``VMShapeLower`` calls its functions, with a number behind it."""
 _PROBE = "read_bandwidth"
 """The function with which a bundle measures the memory it runs on."""
 
@@ -145,19 +147,53 @@ def check_storage(mod: tvm.IRModule, phase: str, dense_elements: int | None, act
 
 @tvm.transform.module_pass(opt_level=0, name="OrderShapeStores")
 class OrderShapeStores:
-    """Sort the statements of the functions that compute symbolic sizes, made by ``VMShapeLower`` from a hash map.
+    """Make one program of what ``VMShapeLower`` writes in any order, from a hash map: functions that compute sizes.
 
-    Each statement stores one size in a slot of its own, computed from slots that are filled before the function is
-    called, so that any order is right.
+    Each of their statements stores one size in a slot of its own, computed from slots that are filled before the
+    function is called, so that any order is right.  Functions that are equal once they are sorted become one, as those
+    have that were equal before, and the others are numbered anew.
     """
 
     def transform_module(self, mod: tvm.IRModule, _ctx: Any) -> tvm.IRModule:
         """Sort by slot; functions of any other form stay as they are."""
-        for gvar, func in list(mod.functions.items()):
-            if not isinstance(func, tirx.PrimFunc) or not gvar.name_hint.startswith("shape_func"):
-                continue
-            body = func.body
-            if isinstance(body, tirx.SeqStmt) and all(isinstance(stmt, tirx.BufferStore) for stmt in body.seq):
-                ordered = sorted(body.seq, key=lambda store: int(store.indices[0]))
-                mod[gvar] = func.with_body(tirx.SeqStmt(ordered))
-        return mod
+        functions, kept = dict(mod.functions.items()), list[tuple[tvm.ir.GlobalVar, tirx.PrimFunc]]()
+        named = {int(gvar.name_hint.removeprefix(_SHAPES) or 0): gvar for gvar in functions if _computes_sizes(gvar)}
+        replaced: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar] = {}
+        for _, gvar in sorted(named.items()):
+            func = _sorted(functions.pop(gvar).without_attr("global_symbol"))
+            known = next((new for new, other in kept if structural_equal(func, other)), None)
+            if known is None:
+                known = tvm.ir.GlobalVar(f"{_SHAPES}{len(kept) or ''}")
+                relax.expr._update_type(known, gvar.ty)
+                kept.append((known, func))
+            replaced[gvar] = known
+        rename = _Renamed(replaced)
+        changed = {
+            gvar: rename.visit_expr(func) if isinstance(func, relax.Function) else func
+            for gvar, func in functions.items()
+        }
+        return tvm.IRModule({**changed, **dict(kept)}, attrs=mod.attrs)
+
+
+def _computes_sizes(gvar: tvm.ir.GlobalVar) -> bool:
+    return re.fullmatch(rf"{_SHAPES}\d*", gvar.name_hint) is not None
+
+
+def _sorted(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    body = func.body
+    if not (isinstance(body, tirx.SeqStmt) and all(isinstance(stmt, tirx.BufferStore) for stmt in body.seq)):
+        return func
+    return func.with_body(tirx.SeqStmt(sorted(body.seq, key=lambda store: int(store.indices[0]))))
+
+
+@relax.expr_functor.mutator
+class _Renamed(relax.PyExprMutator):  # type: ignore[misc]
+    """Call functions by other names."""
+
+    def __init__(self, names: Mapping[tvm.ir.GlobalVar, tvm.ir.GlobalVar]) -> None:
+        super().__init__()
+        self.names = names
+
+    def visit_global_var_(self, op: tvm.ir.GlobalVar) -> tvm.ir.GlobalVar:
+        """Return the variable of the function that is left."""
+        return self.names.get(op, op)
