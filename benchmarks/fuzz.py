@@ -92,8 +92,8 @@ def make_bundle(folder: Path) -> None:
     from compressor.export.facts import BundleFacts
     from compressor.export.native import NativeParts, write_native
     from compressor.export.publish import publishing
-    from compressor.host.wheels import tvm_runtime
     from compressor.formats.format import Format
+    from compressor.host.wheels import tvm_runtime
     from compressor.numerics.nearest import rtn_quantize
 
     random_numbers = torch.Generator().manual_seed(0)
