@@ -19,10 +19,9 @@ import tvm_ffi
 from missing import skip_or_fail
 
 from compressor.codegen.isa import Isa
+from compressor.codegen.targets.arm import EMULATED
 from compressor.codegen.tir_pipeline import PIPELINE
 
-CPUS = {"neon": "cortex-a53", "dotprod": "cortex-a76", "i8mm": "max"}
-"""What qemu emulates for a level; the last has more than its level, as qemu 7.2 knows no CPU with i8mm alone."""
 _CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
 
 
@@ -40,7 +39,7 @@ def compiled(func: tvm.tirx.PrimFunc, isa: Isa) -> Any:
 
 def build(func: tvm.tirx.PrimFunc, isa: Isa) -> Any:
     """Compile and load one kernel; the result is called with TVM's tensors, as one of this machine."""
-    return emulator(CPUS[isa.name]).load(compiled(func, isa).mod)
+    return emulator(EMULATED[isa.name]).load(compiled(func, isa).mod)
 
 
 def _tool(name: str) -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TRIPLES = {"linux": "aarch64-linux-gnu", "android": "aarch64-linux-android", "macos": "arm64-apple-macos"}
 
-_EMULATED = {"neon": "cortex-a53", "dotprod": "cortex-a76", "i8mm": "max"}
+EMULATED = {"neon": "cortex-a53", "dotprod": "cortex-a76", "i8mm": "max"}
 """Of the processors that QEMU knows, one that has a level and not the next."""
 
 
@@ -67,7 +67,7 @@ class Arm:
 
     def launcher(self, isa: Isa) -> tuple[str, ...]:
         """Return the command that runs its arguments on an emulated processor; nothing on a machine of this kind."""
-        return () if _is_here() else emulation.launcher(self.cpu or _EMULATED[isa.name])
+        return () if _is_here() else emulation.launcher(self.cpu or EMULATED[isa.name])
 
     def tvm_target(self, isa: Isa) -> tvm.target.Target:
         """Return TVM's target."""
