@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from compressor.codegen.isa import Isa
@@ -32,11 +33,16 @@ def _octets(value: Any) -> Any:
     return T.reinterpret(value, dtype="int8x16")
 
 
-def _signed(dot: Callable[[Any, Any, Any], Any], acc: Any, codes: Any, activation: Any) -> Any:
-    """Multiply codes less 128, and add 128 times the activations: less their products with -128."""
+def _codes(dot: Callable[[Any, Any, Any], Any], acc: Any, codes: Any, activation: Any, bits: int) -> Any:
+    """Multiply unsigned codes by products of signed bytes.
+
+    Those of 8 bits are multiplied less 128, and 128 times the activations are added: less their products with -128.
+    """
     from compressor.codegen.kernels.codes import less_128
     from compressor.codegen.kernels.vector import splat
 
+    if bits < 8:
+        return dot(acc, codes, activation)
     more = dot(splat(0, _LANES), splat(0x80808080, _LANES), activation)
     return dot(acc, less_128(codes, _LANES), activation) - more
 
@@ -52,19 +58,9 @@ def _smull(acc: Any, one: Any, other: Any) -> Any:
     return acc + _call("saddlp", "int32x4", _call("addp", "int16x8", *halves))
 
 
-def _smull_codes(acc: Any, codes: Any, activation: Any, bits: int) -> Any:
-    return _smull(acc, codes, activation) if bits < 8 else _signed(_smull, acc, codes, activation)
-
-
 def _sdot(acc: Any, one: Any, other: Any) -> Any:
     """Add four products a lane; the second operand may be one lane of a register."""
     return _call("sdot", "int32x4", acc, _octets(one), _octets(other))
-
-
-def _sdot_codes(acc: Any, codes: Any, activation: Any, bits: int) -> Any:
-    if bits < 8:
-        return _sdot(acc, codes, activation)
-    return _signed(_sdot, acc, codes, activation)
 
 
 def _usdot(acc: Any, codes: Any, activation: Any, _bits: int) -> Any:
@@ -124,7 +120,7 @@ NEON = Isa(
     cpu_flags=("asimd",),
     mattr=("+neon",),
     registers=32,
-    dot4=_smull_codes,
+    dot4=partial(_codes, _smull),
     signed4=_smull,
     lookup16=_tbl4,
     count_ones=_cnt,
@@ -135,7 +131,7 @@ DOTPROD = replace(
     name="dotprod",
     cpu_flags=("asimd", "asimddp"),
     mattr=("+neon", "+dotprod"),
-    dot4=_sdot_codes,
+    dot4=partial(_codes, _sdot),
     signed4=_sdot,
 )
 I8MM = replace(

@@ -22,8 +22,6 @@ from compressor.errors import ToolchainError
 from compressor.host.cache import cache_folder, partial_folder
 from compressor.host.wheels import GUEST_PACKAGES, GUEST_PYTHON, fetch, settle
 
-CPUS = ("cortex-a53", "cortex-a76", "neoverse-n1", "max")
-"""Processors that QEMU 7.2 emulates, as it names them; ``max`` has every instruction that it knows."""
 _SUITE, _MIRROR = "bookworm", "http://deb.debian.org/debian"  # of the Python that wheels are pinned for
 _DEBIAN_PACKAGES = (f"python{GUEST_PYTHON}-minimal", f"libpython{GUEST_PYTHON}-stdlib", "libstdc++6")
 _KEYRINGS = ("debian-archive-keyring.pgp", "debian-archive-keyring.gpg")

@@ -25,7 +25,7 @@ GUEST_PACKAGES = {
     "numpy": ("2.4.6", "0ab0a9c4ffb1a6d95ef519fe4247dba8eb6b18ad93999f76b7f657039acabd47"),
     "typing-extensions": ("4.16.0", "481caa481374e813c1b176ada14e97f1f67a4539ce9cfeb3f350d78d6370c2e8"),
 }
-"""What a bundle's run-time imports, for aarch64 and Python 3.11."""
+"""Packages that a bundle's run-time imports: their wheels for aarch64 and Python 3.11."""
 
 
 def tvm_runtime(machine: str) -> Path:

@@ -111,7 +111,7 @@ def parse_amount(metric: str, value: object, name: str = "") -> float:
     is 4,000,000.
 
     Args:
-        name: in messages, of an option that is no metric but has the metric's units.
+        name: name of an option in messages, where the option is not a metric but has its units.
     Raises:
         UsageError: the value is neither.
     """

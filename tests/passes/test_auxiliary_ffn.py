@@ -157,5 +157,5 @@ def test_what_is_refused(llama: GraphModule) -> None:
             dataclasses.replace(QUICK, **options).requires(llama, Context())
     twice = clone_graph(llama)
     QUICK.add(twice)
-    with pytest.raises(UsageError, match="mlp is no feed-forward network of linears that read one value"):
+    with pytest.raises(UsageError, match="mlp is not a feed-forward network: linears that read one value"):
         QUICK.requires(twice, Context())

@@ -53,7 +53,7 @@ SPLIT = 2e-5  # of the largest output, where only 16 of the 24 mantissa bits of 
 
 
 def executes(isa: Isa) -> bool:
-    """Whether kernels for ``isa`` are executed: here, or under qemu."""
+    """Tell whether kernels for ``isa`` are executed: here, or under qemu."""
     return isa.name in neon.ISAS or X86().executes(isa)
 
 

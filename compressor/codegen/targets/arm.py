@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TRIPLES = {"linux": "aarch64-linux-gnu", "android": "aarch64-linux-android", "macos": "arm64-apple-macos"}
 
 EMULATED = {"neon": "cortex-a53", "dotprod": "cortex-a76", "i8mm": "max"}
-"""Of the processors that QEMU knows, one that has a level and not the next."""
+"""QEMU's processor for each level: it has the level, and not the next one."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Arm:
         return tvm.target.Target({**fields, "mattr": list(isa.mattr)} if isa.mattr else fields)
 
     def tvm_runtime(self) -> Path | None:
-        """Return the folder of TVM's run-time libraries; None where there is no wheel with them."""
+        """Return the folder of TVM's run-time libraries; None where no wheel has them."""
         return tvm_runtime("aarch64") if self.system == "linux" else None
 
     def check_toolchain(self) -> None:

@@ -63,11 +63,11 @@ def networks(graph: GraphModule, blocks: Sequence[int] | None = None) -> list[Ne
     Args:
         blocks: numbers of blocks; None for all.
     Raises:
-        CannotRoute: there are none, a number is none of a block's, or one is no chain of linears that read one value.
+        CannotRoute: the model has no blocks, or not one of that number, or a network has another form.
     """
     found = find_blocks(graph)
     if graph.meta["model"].kind != "decoder" or not found:
-        raise CannotRoute("it is no decoder of transformer blocks")
+        raise CannotRoute("it is not a decoder of transformer blocks")
     chosen = range(len(found)) if blocks is None else blocks
     if wrong := [index for index in chosen if not 0 <= index < len(found)]:
         raise CannotRoute(f"block {wrong[0]}: the model has blocks 0 to {len(found) - 1}")
@@ -87,7 +87,7 @@ def _network(branch: Branch, sites: dict[Node, Any]) -> Network:
     is_chain = len(linears) > 1 and len(readers) == 1 and not branch.terms and branch.sum in linears[-1].users
     if not is_chain or any(node.target in (_DENSE, _ROWS) and node not in linears for node in branch.nodes):
         raise CannotRoute(
-            f"{branch.name} is no feed-forward network of linears that read one value, and of one behind them"
+            f"{branch.name} is not a feed-forward network: linears that read one value, and one linear behind them"
         )
     if any(sites[node].tied for node in linears):
         raise CannotRoute(f"{branch.name}: its linears share weights with others")

@@ -78,7 +78,7 @@ def share(networks: Sequence[Routed], choices: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Taken:
-    """What tokens of some samples take.
+    """Shares of the networks that tokens of some samples take.
 
     Attributes:
         share: of the networks' multiply-adds, routers included.

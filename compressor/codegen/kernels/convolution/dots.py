@@ -37,7 +37,7 @@ _SMALL = 1 << 20
 
 
 def takes_lanes(isa: Isa) -> bool:
-    """Whether sixteen columns of activations are loaded at once, and products read a lane of them by its number."""
+    """Tell whether kernels load sixteen columns of activations at once, and multiply by one lane of the register."""
     return isa.lanes == 4 and isa.registers == 32
 
 
