@@ -8,32 +8,19 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from compressor.cli.figures import figure, label, plot, quantity, stdout_console
+from compressor.cli.figures import plot, stdout_console
 from compressor.evaluate.timing import CONFIDENCE
+from compressor.report.figures import COMPARED, STATED, figure, label, quantity, ratio
 
 if TYPE_CHECKING:
     from compressor.export.batch import Batch
+    from compressor.report.outcome import Outcome
     from compressor.run.automatic.choice import Tried
-    from compressor.run.outcome import Outcome
     from compressor.run.tune import Imported
 
 
 _NAMED = 2
 """Linears of a note that are named; the others are counted."""
-_ROWS = (
-    ("perplexity", "perplexity", "{:.3f}"),
-    ("accuracy", "accuracy", "{:.2%}"),
-    ("word error rate", "word_error_rate", "{:.2%}"),
-    ("character error rate", "character_error_rate", "{:.2%}"),
-    ("repeated 4-grams", "repetition", "{:.2%}"),
-    ("weights", "weight_bytes", "bytes"),
-    ("keys and values a token", "cache_bytes_per_token", "bytes"),
-    ("prefill, tokens/s", "prefill_tokens_per_s", "{:,.0f}"),
-    ("decode, tokens/s", "decode_tokens_per_s", "{:,.1f}"),
-    ("first token, ms", "first_token_ms", "{:,.1f}"),
-    ("latency, ms", "latency_ms", "{:,.2f}"),
-    ("peak memory", "peak_rss_bytes", "bytes"),
-)
 
 
 def show_outcome(outcome: Outcome, time_passes: bool) -> None:
@@ -42,30 +29,13 @@ def show_outcome(outcome: Outcome, time_passes: bool) -> None:
     table = Table(title=str(outcome.bundle))
     for heading in ("", "dense", "compressed", "ratio"):
         table.add_column(heading, justify="left" if not heading else "right")
-    for name, key, form in _ROWS:
+    for name, key, form in COMPARED:
         dense, ours = metrics.get(f"dense_{key}"), metrics.get(key)
         if ours is None:
             continue
-        table.add_row(name, "" if dense is None else figure(dense, form), figure(ours, form), _ratio(ours, dense))
+        table.add_row(name, "" if dense is None else figure(dense, form), figure(ours, form), ratio(ours, dense))
     console.print(table)
-    for name, key, form in (
-        ("perplexity increase", "perplexity_increase", "{:+.2%}"),
-        ("accuracy lost, points", "accuracy_drop", "{:.2%}"),
-        ("word errors more, points", "word_error_increase", "{:+.2%}"),
-        ("character errors more, points", "character_error_increase", "{:+.2%}"),
-        ("top-1 agreement", "top1_agreement", "{:.2%}"),
-        ("continuations as dense", "continuation_agreement", "{:.2%}"),
-        ("KL divergence", "kl_divergence", "{:.4f} nats"),
-        ("drafts are lossy, tolerance", "tolerance", "{:g}"),
-        ("lossy texts as without tolerance", "lossless_agreement", "{:.2%}"),
-        ("perplexity of lossy texts", "lossy_perplexity", "{:.3f}"),
-        ("perplexity without tolerance", "lossless_perplexity", "{:.3f}"),
-        ("cosine of embeddings, mean", "embedding_cosine", "{:.5f}"),
-        ("cosine of embeddings, least", "embedding_cosine_min", "{:.5f}"),
-        ("bundle", "bundle_bytes", "bytes"),
-        ("bytes read per token", "bytes_per_token", "bytes"),
-        ("of the memory bandwidth", "bandwidth_fraction", "{:.0%}"),
-    ):
+    for name, key, form in STATED:
         if key in metrics:
             ends = metrics.get(f"{key}_interval")
             between = f" ({figure(ends[0], form)} to {figure(ends[1], form)} at 95% confidence)" if ends else ""
@@ -126,14 +96,6 @@ def _show_front(console: Console, front: Mapping[str, Any]) -> None:
             built = ", built" if one["chosen"] else ""
             text = f"  {one['cost']:.5g}{front['unit']} ({one['cost'] / front['whole']:.2f}): {one['score']:.4g}"
             console.print(f"{text} ± {one['error']:.2g}{built}", highlight=False, markup=False)
-
-
-def _ratio(ours: float, dense: float | None) -> str:
-    """Write a ratio in two decimals, a small one in two digits; nothing where there is nothing to compare with."""
-    if not dense:
-        return ""
-    ratio = ours / dense
-    return f"{ratio:.2f}x" if ratio >= 0.1 else f"{ratio:.2g}x"
 
 
 def _show_certainty(console: Console, metrics: Mapping[str, Any]) -> None:

@@ -45,8 +45,8 @@ from compressor.plan.model import Plan
 from compressor.plan.plan import compare_plan
 from compressor.progress import Reporter, Silent
 from compressor.recipe.recipe import Recipe, load_recipe
+from compressor.report.outcome import Outcome
 from compressor.run.clock import Clock
-from compressor.run.outcome import Outcome
 from compressor.run.prepare import Prepared, prepare
 from compressor.run.speculation.lossy import write_with_drafts
 from compressor.run.speculation.sparse import add_sparse_drafts

@@ -69,7 +69,7 @@ from compressor.recipe.data_spec import DataSource, EvaluationSpec
 from compressor.recipe.recipe import Recipe, load_recipe
 from compressor.registry import PASSES
 from compressor.run.job import run_recipe
-from compressor.run.outcome import Outcome
+from compressor.report.outcome import Outcome
 from compressor.runtime import load
 from compressor.training.training_pass import TrainingPass
 from compressor.verify.bundle import verify_bundle
