@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 _UNITS = {"_per_s": "/s", "_ms": ", ms", "_s": ", s"}
 COMPARED = (
     ("perplexity", "perplexity", "{:.3f}"),
@@ -77,3 +80,10 @@ def ratio(ours: float, dense: float | None) -> str:
         return ""
     ratio = ours / dense
     return f"{ratio:.2f}x" if ratio >= 0.1 else f"{ratio:.2g}x"
+
+
+def interval_text(metrics: Mapping[str, Any], key: str, form: str) -> str:
+    """Write the ends of a figure's confidence interval, or nothing where there is none."""
+    ends = metrics.get(f"{key}_interval")
+    bare = form[: form.find("}") + 1] or form  # the unit stands beside the figure
+    return f"{figure(ends[0], bare)} to {figure(ends[1], bare)}" if ends else ""
