@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from compressor.recipe.sources import SOURCE_KEYS
+
 _UNITS = {"_per_s": "/s", "_ms": ", ms", "_s": ", s"}
 COMPARED = (
     ("perplexity", "perplexity", "{:.3f}"),
@@ -80,6 +82,15 @@ def ratio(ours: float, dense: float | None) -> str:
         return ""
     ratio = ours / dense
     return f"{ratio:.2f}x" if ratio >= 0.1 else f"{ratio:.2g}x"
+
+
+def data_label(spec: object) -> str:
+    """Write the name of a set of data of a resolved recipe, or of its files; empty where there is none."""
+    if not isinstance(spec, Mapping):
+        return ""
+    files = next((spec[key] for key in SOURCE_KEYS if spec.get(key)), "")
+    named = ", ".join(map(str, files)) if isinstance(files, list) else str(files)
+    return str(spec.get("name") or named or "text that calibration leaves")[:300]
 
 
 def interval_text(metrics: Mapping[str, Any], key: str, form: str) -> str:

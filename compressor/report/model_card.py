@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from compressor.report.figures import COMPARED, STATED, figure, interval_text, ratio
+from compressor.report.figures import COMPARED, STATED, data_label, figure, interval_text, ratio
 from compressor.report.sites import bits_a_weight
 
 _TASKS = {"decoder": "text-generation", "encoder": "feature-extraction", "seq2seq": "text2text-generation"}
@@ -111,12 +111,11 @@ def _figures(manifest: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
 
 def _where(manifest: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
     """Say on what, and on which machine, figures were measured."""
-    spec = manifest.get("recipe", {}).get("evaluation") or {}
-    label = spec.get("name") or ", ".join(map(str, spec.get("files") or [])) or spec.get("hub")
+    label = data_label(manifest.get("recipe", {}).get("evaluation"))
     count = next(
         (f"{metrics[key]:,} {key}" for key in ("tokens", "texts", "images", "sounds") if metrics.get(key)), None
     )
-    on = f"Quality: {count} of {_plain(str(label or 'the text that calibration leaves'))}. " if count else ""
+    on = f"Quality: {count} of {_plain(label)}. " if count else ""
     if "threads" not in metrics:
         return f"{on}Speed was not measured."
     timed = f"{_plain(str(metrics.get('cpu')))}, {metrics['threads']} threads, medians of repeats"

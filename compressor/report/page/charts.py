@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from compressor.report.page.elements import Content, Html, element, folded, table
 
 WIDTH = 360
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 10, 40
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 20, 10, 40
 _LONGEST = 52  # characters of a label above a bar
 _STEPS = (1, 2, 2.5, 5, 10)
 Form = Callable[[float], str]
@@ -56,6 +57,15 @@ class Dot:
     label: str
     kind: str = "ours"
     caption: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Describe a line through places of a chart; its caption stands below its beginning, or above or below its end."""
+
+    spots: Sequence[tuple[float, float]]
+    caption: str = ""
+    place: Literal["begin", "above end", "below end"] = "begin"
 
 
 @dataclass(frozen=True)
@@ -151,7 +161,7 @@ def scatter(
     dots: Sequence[Dot],
     headings: Sequence[str],
     *,
-    lines: Sequence[Sequence[tuple[float, float]]] = (),
+    lines: Sequence[Line] = (),
     log: bool = False,
     captions: Content = None,
 ) -> Html:
@@ -159,18 +169,22 @@ def scatter(
 
     Args:
         x, y: label with the unit, and what writes a figure.
-        lines: each a list of places; the first ones are drawn as ``roof``s where both axes are logarithmic.
+        lines: drawn below the points.
+        log: both axes are logarithmic.
         captions: what colours mean.
     """
     height = 260
-    spots = [(dot.x, dot.y) for dot in dots] + [spot for line in lines for spot in line]
+    spots = [(dot.x, dot.y) for dot in dots] + [spot for line in lines for spot in line.spots]
     (least_x, most_x), (least_y, most_y) = (_spread([spot[side] for spot in spots], log) for side in (0, 1))
     across = Axis(x[0], least_x, most_x, _LEFT, WIDTH - _RIGHT, x[1], log)
     up = Axis(y[0], least_y, most_y, height - _BOTTOM, _TOP, y[1], log)
     drawn = [*_grid_across(across, _TOP, height - _BOTTOM), *_grid_up(up, _LEFT, WIDTH - _RIGHT)]
     for line in lines:
-        places = " L".join(f"{across.place(a)} {up.place(b)}" for a, b in line)
-        drawn.append(element("path", d=f"M{places}", class_="roof"))
+        places = [(across.place(a), up.place(b)) for a, b in line.spots]
+        drawn.append(element("path", d="M" + " L".join(f"{a} {b}" for a, b in places), class_="roof"))
+        end = places[0 if line.place == "begin" else -1]
+        below = -4 if line.place == "above end" else 14
+        drawn.append(_text(end[0], end[1] + below, line.caption, "label" if line.place == "begin" else "end"))
     for dot in dots:
         place = {"cx": across.place(dot.x), "cy": up.place(dot.y)}
         drawn.append(element("circle", element("title", dot.label), **place, r=4.5, class_=dot.kind))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from compressor.report.figures import figure, label, quantity
-from compressor.report.page.charts import Bar, Dot, bars, legend, scatter
+from compressor.report.page.charts import Bar, Dot, Line, bars, legend, scatter
 from compressor.report.page.elements import Content, Html, element, folded, joined, name, pairs, table
 
 _MOST_KERNELS = 200
 _GIGA = 1e9
+_SLOPES = {"peak_read_byte": "memory", "cached_read_byte": "caches"}
+_TOPS = {"peak_flop": "floats", "peak_int8_op": "int8"}
+"""Prices whose inverses are roofs (:data:`compressor.plan.prices.UNITS`), and the names of these."""
 _OF_KERNELS = ("name", "evidence", "format", "registers", "spill_bytes", "shared_bytes", "schedule_chosen")
 
 
@@ -86,7 +90,7 @@ def _front(front: Mapping[str, Any]) -> Html:
     best = sorted((one["cost"], one["score"]) for one in points if one["front"])
     meaning = legend([("built", "built"), ("front", "no other beats it"), ("behind", "behind")])
     title = f"{y[0]} against {x[0]}"
-    lines = [best] if len(best) > 1 else []
+    lines = [Line(best)] if len(best) > 1 else []
     return scatter(title, x, y, dots, ("choice", x[0], y[0]), lines=lines, captions=meaning)
 
 
@@ -133,7 +137,7 @@ def _phase(one: Mapping[str, Any], peaks: Mapping[str, float], outcome: Mapping[
     if speed and ops:
         seconds = one["tokens"] / speed
         dots.append(Dot(ops / size, ops / seconds / _GIGA, f"{phase}: measured", "ours", "measured"))
-    share = f", measured {one['ms'] / 1e3 / (one['tokens'] / speed):.0%} of that" if speed else ""
+    share = f", measured {one['ms'] / 1e3 / (one['tokens'] / speed):.2g}x of that" if speed else ""
     title = f"{phase} of {one['tokens']}: at best {one['ms']:.3g} ms, {one['tokens_per_s']:,.0f} tokens/s{share}"
     meaning = legend([("bound", "layers, at best"), ("ours", "the whole phase, measured")])
     x, y = ("operations a byte", _power), ("G operations/s", _power)
@@ -145,20 +149,25 @@ def _by_latency(one: Mapping[str, Any], outcome: Mapping[str, Any]) -> float | N
     return 1e3 * one["tokens"] / latency if one["phase"] == "forward" and latency else None
 
 
-def _roofs(dots: Sequence[Dot], peaks: Mapping[str, float]) -> list[list[tuple[float, float]]]:
+def _roofs(dots: Sequence[Dot], peaks: Mapping[str, float]) -> list[Line]:
     """Return the roofs of memory and of the caches, each up to the peak of products of floats and of int8."""
     known = {key: 1 / seconds / _GIGA for key, seconds in peaks.items() if seconds > 0}
     if not dots or "peak_read_byte" not in known:
         return []
     least, most = min(dot.x for dot in dots) / 2, max(dot.x for dot in dots) * 8
-    tops = [known[key] for key in ("peak_flop", "peak_int8_op") if key in known]
-    lines = [
-        [(least, least * rate), (min(most, max(tops) / rate), min(max(tops), most * rate))]
-        for rate in (known[key] for key in ("peak_read_byte", "cached_read_byte") if key in known)
-        if tops
+    tops = {title: known[key] for key, title in _TOPS.items() if key in known}
+    highest = max(tops.values(), default=math.inf)
+    slopes = [
+        Line([(least, least * known[key]), (min(most, highest / known[key]), min(highest, most * known[key]))], title)
+        for key, title in _SLOPES.items()
+        if key in known
     ]
-    fastest = known.get("cached_read_byte", known["peak_read_byte"])
-    return lines + [[(max(least, top / fastest), top), (most, top)] for top in tops if top / fastest < most]
+    fastest = max(known[key] for key in _SLOPES if key in known)
+    return slopes + [
+        Line([(max(least, top / fastest), top), (most, top)], title, "above end" if top == highest else "below end")
+        for title, top in tops.items()
+        if top / fastest < most / 2
+    ]
 
 
 def _power(value: float) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from compressor.report.figures import COMPARED, STATED, figure, interval_text, label, ratio
+from compressor.report.figures import COMPARED, STATED, data_label, figure, interval_text, label, ratio
 from compressor.report.page.charts import Range, ranges
 from compressor.report.page.elements import Content, Html, element, folded, joined, name, pairs, table
 from compressor.report.page.heat_map import heat_map
@@ -59,8 +59,8 @@ def asked_and_got(outcome: Mapping[str, Any], manifest: Mapping[str, Any]) -> Ht
         ("architecture", name(str(model.get("architecture", "")))),
         ("passes", element("ul", passes) if passes else "none"),
         ("target", name(_one_line(target))),
-        ("calibrated on", _data(recipe.get("calibration"))),
-        ("evaluated on", _data(recipe.get("evaluation"))),
+        ("calibrated on", name(data_label(recipe.get("calibration")) or "nothing")),
+        ("evaluated on", name(data_label(recipe.get("evaluation")))),
     ]
     formats = ", ".join(manifest.get("formats", [])) or "dense"
     scored = [f"{outcome[key]:,} {key}" for key in ("tokens", "texts", "images", "sounds") if outcome.get(key)]
@@ -84,14 +84,6 @@ def _one_line(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {_one_line(item)}" for key, item in value.items() if item is not None)[:300]
     return str(value)[:300]
-
-
-def _data(spec: object) -> Content:
-    """Return the name of a set of data, or what it is made of."""
-    if not isinstance(spec, Mapping):
-        return ""
-    label = spec.get("name") or ", ".join(map(str, spec.get("files") or [])) or spec.get("hub")
-    return name(str(label)[:300] if label else "text that calibration leaves")
 
 
 def compared(outcome: Mapping[str, Any], manifest: Mapping[str, Any]) -> Html | None:
