@@ -96,5 +96,7 @@ def data_label(spec: object) -> str:
 def interval_text(metrics: Mapping[str, Any], key: str, form: str) -> str:
     """Write the ends of a figure's confidence interval, or nothing where there is none."""
     ends = metrics.get(f"{key}_interval")
+    if ends and not all(isinstance(end, int | float) for end in ends):  # JSON has no number for it
+        return " to ".join(map(str, ends))
     bare = form[: form.find("}") + 1] or form  # the unit stands beside the figure
     return f"{figure(ends[0], bare)} to {figure(ends[1], bare)}" if ends else ""

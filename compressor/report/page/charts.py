@@ -129,7 +129,7 @@ def bars(title: str, axis_label: str, rows: Sequence[Bar], form: Form, headings:
             x = axis.place(row.mark)
             drawn.append(element("line", x1=x, x2=x, y1=top + 13, y2=top + 32, class_="mark"))
         drawn.append(_text(max(end, axis.place(row.mark or 0)) + 5, top + 27, row.text, "value"))
-    cells = [(row.label, row.text, *([] if row.mark is None else [form(row.mark)])) for row in rows]
+    cells = [(row.label, row.text, "" if row.mark is None else form(row.mark))[: len(headings)] for row in rows]
     return _figure(title, height, drawn, headings, cells)
 
 
@@ -210,9 +210,9 @@ def _figure(
     captions: Content = None,
 ) -> Html:
     """Return a chart with its title, what colours mean, and its figures as a table."""
-    told = "; ".join(", ".join(str(cell) for cell in row) for row in rows[:12])
+    told = "; ".join(", ".join(str(cell) for cell in row if cell) for row in rows[:12])
     more = f"; and {len(rows) - 12} more" if len(rows) > 12 else ""
-    inner = [element("title", title), element("desc", f"{', '.join(headings)}: {told}{more}"), *drawn]
+    inner = [element("title", title), element("desc", f"{', '.join(filter(None, headings))}: {told}{more}"), *drawn]
     svg = element("svg", inner, viewBox=f"0 0 {WIDTH} {height}", role="img", xmlns="http://www.w3.org/2000/svg")
     shown = folded("the same as a table", table(headings, rows))
     return element("figure", element("figcaption", title), svg, captions, shown)

@@ -34,8 +34,8 @@ def tiles(outcome: Mapping[str, Any], manifest: Mapping[str, Any]) -> Html:
     if (bits := bits_a_weight(manifest)) is not None:
         found.append(("bits a weight", f"{bits:.2f}", "all that is stored, for each parameter of the dense model"))
     for what, key, form in (*STATED, *COMPARED):
-        if key in _QUALITY and isinstance(value := outcome.get(key), int | float):
-            found.append((what, figure(value, form), interval_text(outcome, key, form)))
+        if key in _QUALITY and (value := outcome.get(key)) is not None:
+            found.append((what, _shown(value, form), interval_text(outcome, key, form)))
     for what, key, form in COMPARED:
         if key in _SPEEDS and outcome.get(key) and not (key == "latency_ms" and "decode_tokens_per_s" in outcome):
             dense = outcome.get(f"dense_{key}")
@@ -91,13 +91,13 @@ def compared(outcome: Mapping[str, Any], manifest: Mapping[str, Any]) -> Html | 
     rows = []
     for what, key, form in COMPARED:
         ours, dense = outcome.get(key), outcome.get(f"dense_{key}")
-        if isinstance(ours, int | float):
-            shown = (figure(dense, form), ratio(ours, dense)) if isinstance(dense, int | float) else ("", "")
-            rows.append((what, shown[0], figure(ours, form), shown[1]))
+        if ours is not None:
+            by = ratio(ours, dense) if _is_number(ours) and _is_number(dense) else ""
+            rows.append((what, "" if dense is None else _shown(dense, form), _shown(ours, form), by))
     stated = [
-        (what, figure(outcome[key], form), interval_text(outcome, key, form))
+        (what, _shown(outcome[key], form), interval_text(outcome, key, form))
         for what, key, form in STATED
-        if isinstance(outcome.get(key), int | float)
+        if outcome.get(key) is not None
     ]
     if (bits := bits_a_weight(manifest)) is not None:
         stated.append(("bits a weight", f"{bits:.3f}", ""))
@@ -107,6 +107,15 @@ def compared(outcome: Mapping[str, Any], manifest: Mapping[str, Any]) -> Html | 
     parts += [table(("", "figure", "95% confidence"), stated)] if stated else []
     parts.append(_speed(outcome))
     return element("div", parts, class_="charts")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
+def _shown(value: Any, form: str) -> str:
+    """Write a figure; one that no number of JSON stands for comes as text, such as "inf"."""
+    return figure(value, form) if _is_number(value) else str(value)
 
 
 def _speed(outcome: Mapping[str, Any]) -> Content:
