@@ -19,7 +19,7 @@ from compressor.cli.invocation import (
     reported,
     threads_option,
 )
-from compressor.errors import VerificationError
+from compressor.errors import UsageError, VerificationError
 
 
 class _Days(click.FloatRange):
@@ -145,6 +145,31 @@ def inspect(path: Path, as_json: bool) -> None:
 
 
 @click.command()
+@click.argument("bundles", nargs=-1, metavar="A B ...")
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page of one file here.")
+@json_option
+@reported
+def compare(bundles: tuple[str, ...], html: Path | None, as_json: bool) -> None:
+    """Lay bundles side by side: sizes, quality and speed with intervals, kernels, formats that differ.
+
+    Figures that do not compare with the first bundle's, for another text or machine, are marked.
+    """
+    from compressor.cli.show_run import show_bundles
+    from compressor.export.manifest import finite
+    from compressor.report.comparison import compare_bundles
+
+    comparison = compare_bundles(bundles)
+    if html is not None:
+        from compressor.report.content import write_file
+        from compressor.report.page.side_by_side import comparison_page
+
+        if html.is_dir():
+            raise UsageError(f"{html}: is a folder; name a file")
+        write_file(html, comparison_page(comparison).encode())
+    emit(as_json, finite(comparison.content()), lambda: show_bundles(comparison))
+
+
+@click.command()
 @click.argument("bundle", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE))
 @click.option(
     "--public-key", type=click.Path(path_type=Path), help="PEM of the ed25519 key that must have signed the bundle."
@@ -224,4 +249,4 @@ def cache_prune(older_than: float, as_json: bool) -> None:
     emit(as_json, content, lambda: click.echo(f"removed {len(removed)} blocks, {content['removed_bytes']} bytes"))
 
 
-COMMANDS = (generate, serve, bench_command, inspect, check, verify, sign, cache)
+COMMANDS = (generate, serve, bench_command, inspect, compare, check, verify, sign, cache)

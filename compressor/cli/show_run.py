@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from compressor.cli.figures import plot, stdout_console
 from compressor.evaluate.timing import CONFIDENCE
@@ -14,6 +15,7 @@ from compressor.report.figures import COMPARED, STATED, figure, label, quantity,
 
 if TYPE_CHECKING:
     from compressor.export.batch import Batch
+    from compressor.report.comparison import Comparison
     from compressor.report.outcome import Outcome
     from compressor.run.automatic.choice import Tried
     from compressor.run.tune import Imported
@@ -165,6 +167,35 @@ def show_inspection(content: Mapping[str, Any]) -> None:
             for row in rows:
                 table.add_row(*(quantity(key, value) for key, value in row.items()))
             console.print(table)
+
+
+def show_bundles(comparison: Comparison) -> None:
+    """Show bundles side by side, then what does not compare and formats that differ."""
+    from compressor.report.comparison import evidence
+
+    console, names = stdout_console(), comparison.labels
+    kernels = [", ".join(f"{count} {how}" for how, count in evidence(one).items()) for one in comparison.bundles]
+    rows = [(row.name, *(cell.shown(row.form) for cell in row.cells)) for row in comparison.rows]
+    _print_table(console, "", ["", *names], [*rows, ("kernels", *kernels)])
+    for reason in comparison.reasons():
+        console.print(f"* not comparable: {reason}", highlight=False, markup=False)
+    console.print(f"{comparison.alike} linears have the same format in all", highlight=False, markup=False)
+    differing = [
+        (f"{site} ({count})" if count > 1 else site, *(fmt or "no such linear" for fmt in formats))
+        for site, count, formats in comparison.formats
+    ]
+    if differing:
+        _print_table(console, "formats that differ", ["linear", *names], differing)
+
+
+def _print_table(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print cells as they are: names are somebody else's."""
+    table = Table(title=title or None, title_justify="left")
+    for number, heading in enumerate(headings):
+        table.add_column(Text(heading), justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
 
 
 def show_batch(batch: Batch) -> None:

@@ -68,10 +68,11 @@ def whole_manifest(layers: int, name: str) -> dict[str, Any]:
     """Return a manifest with the fields that pages read."""
     sites = [
         {
-            "site": f"model.layers.{layer}.{kind}", "pass_name": "gptq", "format": "W4A16_G128",
-            "bytes_before": 131_072, "bytes_after": 33_792, "error": 1e-4 * (1 + layer) * (1 + place), "error_of": "output", "note": "",
+            "site": f"model.layers.{layer}.{kind}", "pass_name": "gptq", "format": "W4A16_G128", "note": "",
+            "bytes_before": 131_072, "bytes_after": 33_792, "error": 1e-4 * (layer + 1 + place), "error_of": "output",
         }
-        for layer in range(layers) for place, kind in enumerate(KINDS)
+        for layer in range(layers)
+        for place, kind in enumerate(KINDS)
     ]  # fmt: skip
     sites.append({**sites[0], "site": name, "note": f"tied {name}", "error": float("nan")})
     return {
