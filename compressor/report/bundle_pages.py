@@ -47,5 +47,6 @@ def write_bundle_pages(
         "machine": {"cpu": cpu_name(), "peaks": {key: prices[key] for key in _PEAKS if key in prices}},
     }
     write_file(bundle / REPORT, report_page(finite(content)).encode())
-    how_to_run = (bundle / CARD).read_text(encoding="utf-8")
-    write_file(bundle / CARD, model_card(manifest, outcome.metrics, source, how_to_run).encode())
+    readme = bundle / CARD  # of the backend; other people's may write none
+    how_to_run = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    write_file(readme, model_card(manifest, outcome.metrics, source, how_to_run).encode())

@@ -26,7 +26,7 @@ def model_card(manifest: Mapping[str, Any], metrics: Mapping[str, Any], source: 
     Args:
         metrics: measured figures by their JSON names; empty where nothing was measured.
         source: folder of the dense model; None where there is none.
-        how_to_run: text that follows the figures, with a heading of its own that is left out here.
+        how_to_run: text that follows the figures, with a heading of its own that is left out here; empty for none.
     """
     heading, _, rest = how_to_run.partition("\n")
     body = rest if heading.startswith("# ") else how_to_run
@@ -39,9 +39,8 @@ def model_card(manifest: Mapping[str, Any], metrics: Mapping[str, Any], source: 
         f"{of}, in {', '.join(map(_plain, manifest.get('formats') or ['dense']))}; "
         "`report.html` shows what was asked, what came out, and how it was checked.\n",
         _figures(manifest, metrics),
-        "## How to run it",
-        body.strip("\n"),
     ]
+    parts += ["## How to run it\n", body.strip("\n")] if body.strip() else []
     return "\n".join(parts) + "\n"
 
 

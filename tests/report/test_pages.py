@@ -98,7 +98,7 @@ def test_figures_are_those_of_the_terminal() -> None:
         assert text in told, text
 
 
-@pytest.mark.parametrize("experts", [1, 200])
+@pytest.mark.parametrize("experts", [1, 40])
 def test_a_large_model_has_a_page_of_bounded_size(experts: int) -> None:
     content = whole_content(layers=120, name="plain")
     sites = content["manifest"]["sites"]
@@ -211,7 +211,7 @@ def test_the_card_is_one_that_the_hub_reads() -> None:
     assert data.tags == ["compressor", "w4a16_g128", "gptq"]
     assert "| KL divergence | 0.0151 nats | 0.0148 to 0.0154 |" in text and "| 4.741 |" in text
     assert "Quality: 16,383 tokens of plain. Speed: Zen 5, 2 threads" in text
-    assert text.endswith("## How to run it\nRun it so.\n") and "# tiny" not in text
+    assert text.endswith("## How to run it\n\nRun it so.\n") and "# tiny" not in text
 
 
 def test_hostile_names_stay_text_in_the_card() -> None:

@@ -180,5 +180,5 @@ def sites(outcome: Mapping[str, Any], manifest: Mapping[str, Any]) -> Html | Non
         )
         for row in totals(records)
     ]
-    headings = ("format", "linears", "before", "after", "bits a weight")
+    headings = ("format", "linears", "before", "after", "bits each")
     return element("div", table(headings, rows, caption="by format"), heat_map(records, bits), class_="charts")
