@@ -207,6 +207,21 @@ def sign(bundle: Path, key: Path, as_json: bool) -> None:
 
 
 @click.command()
+@click.argument("bundle", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE))
+@click.argument("repository", metavar="OWNER/NAME")
+@click.option("--private", is_flag=True, help="A repository that is made is seen by its owner alone.")
+@click.option("--replace", is_flag=True, help="Put the bundle in the place of files that the repository holds.")
+@json_option
+@reported
+def push(bundle: Path, repository: str, private: bool, replace: bool, as_json: bool) -> None:
+    """Push BUNDLE to a repository of the Hugging Face hub, as one commit, with its model card."""
+    from compressor.export.hub import push_bundle
+
+    url = push_bundle(bundle, repository, private=private, replace=replace)
+    emit(as_json, {"commit": url, "repository": repository}, lambda: click.echo(f"pushed: {url}"))
+
+
+@click.command()
 @click.argument("model", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE_OR_MODEL))
 @json_option
 @reported
@@ -249,4 +264,4 @@ def cache_prune(older_than: float, as_json: bool) -> None:
     emit(as_json, content, lambda: click.echo(f"removed {len(removed)} blocks, {content['removed_bytes']} bytes"))
 
 
-COMMANDS = (generate, serve, bench_command, inspect, compare, check, verify, sign, cache)
+COMMANDS = (generate, serve, bench_command, inspect, compare, check, verify, sign, push, cache)
