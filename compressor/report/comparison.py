@@ -247,12 +247,13 @@ def _why_not(key: str, group: str, one: BundleFigures, first: BundleFigures) -> 
     if group == "speed":
         if key == "bytes_per_token":
             return ""
-        known, what = (first.machine, one.machine), "machine or number of threads"
+        basis: Sequence[object] = (first.machine, one.machine)
+        what = "machine or number of threads"
     else:
-        known, what = (first.text, one.text), "text"
-    if None in known:
+        basis, what = (first.text, one.text), "text"
+    if None in basis:
         return f"{what} {_UNKNOWN}"
-    if known[0] != known[1]:
+    if basis[0] != basis[1]:
         return f"another {what}"
     if group == "quality" and key not in _BETWEEN_MODELS:
         if first.model is None or one.model is None:

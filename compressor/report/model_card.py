@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,7 @@ def _where(manifest: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
     return f"{on}Speed: {timed}; dense is PyTorch eager float32."
 
 
-def _table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     marks = "|---|" + "---:|" * (len(headings) - 1)
     first, *others = (f"| {' | '.join(map(_plain, row))} |" for row in (headings, *rows))
     return [first, marks, *others]
