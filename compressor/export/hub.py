@@ -34,19 +34,16 @@ def push_bundle(bundle: Path, repository: str, *, private: bool = False, replace
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    from huggingface_hub.utils import validate_repo_id
 
     if repository.count("/") != 1:
         raise UsageError(f"{repository!r:.80}: not the name of a repository; write OWNER/NAME")
-    try:
-        validate_repo_id(repository)
-    except HFValidationError as error:
-        raise UsageError(f"{repository!r:.80}: {first_line(error)}") from error
     files = _files(bundle)
     api = HfApi(library_name="compressor")
-    of_http = HfHubHTTPError.__mro__[1]  # HTTPError of httpx or httpx2, whichever huggingface_hub uses
+    of_http: type[Exception] = HfHubHTTPError.__mro__[1]  # HTTPError of httpx or httpx2, whichever huggingface_hub uses
     try:
         return _push(api, bundle, files, repository, private, replace)
+    except HFValidationError as error:
+        raise UsageError(f"{repository!r:.80}: {first_line(error)}") from error
     except HfHubHTTPError as error:
         raise CompressorError(
             f"{repository}: the hub refused: {first_line(error)}; `hf auth login` stores a token that may write there"
