@@ -187,6 +187,12 @@ def test_charts_say_what_they_show_to_those_who_do_not_see() -> None:
     assert read(one).tags.count("circle") == 1
 
 
+def test_notes_do_not_tell_where_the_user_lives() -> None:
+    content = whole_content(name="plain")
+    content["outcome"]["notes"] = [f"blocks came from {Path.home()}/.cache/compressor"]
+    assert "blocks came from ~/.cache/compressor" in read(report_page(finite(content))).texts
+
+
 def test_bits_count_all_that_is_stored() -> None:
     manifest = whole_manifest(1, "plain")
     assert bits_a_weight(manifest) == 8 * 2_060_288 / 3_476_224

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -152,8 +153,8 @@ def gates(outcome: Mapping[str, Any], _: Mapping[str, Any]) -> Html | None:
 
 
 def notes(outcome: Mapping[str, Any], _: Mapping[str, Any]) -> Html | None:
-    """Return what deserves attention."""
-    texts = [str(note) for note in outcome.get("notes") or []]
+    """Return what deserves attention; the user's folder is nobody's business, and reports are passed on."""
+    texts = [str(note).replace(str(Path.home()), "~") for note in outcome.get("notes") or []]
     about: dict[str, list[str]] = {}
     for site in outcome.get("sites") or []:
         if site.get("note"):
