@@ -34,7 +34,7 @@ class GateError(CompressorError):
     """A failed gate of the recipe: the result is not as good as was asked for.
 
     Attributes:
-        outcome: the run's result nevertheless, a :class:`compressor.run.outcome.Outcome`.
+        outcome: the run's result nevertheless, a :class:`compressor.report.outcome.Outcome`.
     """
 
     exit_code: ClassVar[int] = 3

@@ -19,7 +19,7 @@ from compressor.cli.invocation import (
     reported,
     threads_option,
 )
-from compressor.errors import VerificationError
+from compressor.errors import UsageError, VerificationError
 
 
 class _Days(click.FloatRange):
@@ -145,6 +145,31 @@ def inspect(path: Path, as_json: bool) -> None:
 
 
 @click.command()
+@click.argument("bundles", nargs=-1, metavar="A B ...")
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page of one file here.")
+@json_option
+@reported
+def compare(bundles: tuple[str, ...], html: Path | None, as_json: bool) -> None:
+    """Lay bundles side by side: sizes, quality and speed with intervals, kernels, formats that differ.
+
+    Figures that do not compare with the first bundle's, for another text or machine, are marked.
+    """
+    from compressor.cli.show_run import show_bundles
+    from compressor.export.manifest import finite
+    from compressor.report.comparison import compare_bundles
+
+    comparison = compare_bundles(bundles)
+    if html is not None:
+        from compressor.report.content import write_file
+        from compressor.report.page.side_by_side import comparison_page
+
+        if html.is_dir():
+            raise UsageError(f"{html}: is a folder; name a file")
+        write_file(html, comparison_page(comparison).encode())
+    emit(as_json, finite(comparison.content()), lambda: show_bundles(comparison))
+
+
+@click.command()
 @click.argument("bundle", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE))
 @click.option(
     "--public-key", type=click.Path(path_type=Path), help="PEM of the ed25519 key that must have signed the bundle."
@@ -179,6 +204,21 @@ def sign(bundle: Path, key: Path, as_json: bool) -> None:
 
     file = sign_bundle(bundle, key)
     emit(as_json, {"signature": str(file)}, lambda: click.echo(f"signed: {file}"))
+
+
+@click.command()
+@click.argument("bundle", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE))
+@click.argument("repository", metavar="OWNER/NAME")
+@click.option("--private", is_flag=True, help="A repository that is made is seen by its owner alone.")
+@click.option("--replace", is_flag=True, help="Put the bundle in the place of files that the repository holds.")
+@json_option
+@reported
+def push(bundle: Path, repository: str, private: bool, replace: bool, as_json: bool) -> None:
+    """Push BUNDLE to a repository of the Hugging Face hub, as one commit, with its model card."""
+    from compressor.export.hub import push_bundle
+
+    url = push_bundle(bundle, repository, private=private, replace=replace)
+    emit(as_json, {"commit": url, "repository": repository}, lambda: click.echo(f"pushed: {url}"))
 
 
 @click.command()
@@ -224,4 +264,4 @@ def cache_prune(older_than: float, as_json: bool) -> None:
     emit(as_json, content, lambda: click.echo(f"removed {len(removed)} blocks, {content['removed_bytes']} bytes"))
 
 
-COMMANDS = (generate, serve, bench_command, inspect, check, verify, sign, cache)
+COMMANDS = (generate, serve, bench_command, inspect, compare, check, verify, sign, push, cache)

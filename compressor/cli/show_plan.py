@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from compressor.cli.figures import figure, label, stdout_console
+from compressor.cli.figures import stdout_console
+from compressor.report.figures import figure, label
 
 if TYPE_CHECKING:
     from compressor.pipeline.site_plan import SitePlan

@@ -14,7 +14,7 @@ from compressor.export.manifest import finite
 from compressor.host.cache import replace_file
 
 if TYPE_CHECKING:
-    from compressor.run.outcome import Outcome
+    from compressor.report.outcome import Outcome
 
 
 def outcome_content(outcome: Outcome) -> dict[str, Any]:

@@ -45,8 +45,9 @@ from compressor.plan.model import Plan
 from compressor.plan.plan import compare_plan
 from compressor.progress import Reporter, Silent
 from compressor.recipe.recipe import Recipe, load_recipe
+from compressor.report.bundle_pages import write_bundle_pages
+from compressor.report.outcome import Outcome
 from compressor.run.clock import Clock
-from compressor.run.outcome import Outcome
 from compressor.run.prepare import Prepared, prepare
 from compressor.run.speculation.lossy import write_with_drafts
 from compressor.run.speculation.sparse import add_sparse_drafts
@@ -175,6 +176,7 @@ def _run(given: Prepared, destination: Path, rejected: Path, dump: Path | None, 
         del graph
         measured = _measure(given, partial, manifest, independence)
         outcome = _judge(given, destination, partial, measured)
+        write_bundle_pages(partial, outcome, given.plan.rooflines, given.context.prices or {}, given.info.source)
         if failed := [str(gate) for gate in outcome.gates if not gate.passed]:
             with publishing(rejected) as kept:
                 kept.rmdir()

@@ -30,7 +30,7 @@ from compressor.formats.extras import ColumnBlocks, KeptOfGroup
 from compressor.formats.format import Format
 from compressor.graph.model import ModelInfo, weight_bytes
 from compressor.graph.sites import packed_weight_sites
-from compressor.host.resources import resource, runtime_files
+from compressor.host.resources import runtime_files
 from compressor.numerics.sparsity.n_of_m import pattern_of
 from compressor.plan.durations import linear_kernels, lowered_nodes
 from compressor.run.estimates import MANIFEST_BYTES, SITE_BYTES, files_bytes
@@ -82,7 +82,7 @@ class NativeBackend:
     def estimate_bytes(self, graph: GraphModule) -> int:
         """Count the weights, look at shipped files, estimate kernels and manifest."""
         info: ModelInfo = graph.meta["model"]
-        shipped = [*runtime_files().values(), resource("export") / "python" / "README-bundle.md"]
+        shipped = [*runtime_files().values()]
         if (folder := self._target.tvm_runtime()) is not None:
             shipped.append(folder / "libtvm_runtime.so")
         kernels = len(linear_kernels(graph)) + info.speculates  # attention's alone are not those of both entries

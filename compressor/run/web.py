@@ -99,7 +99,7 @@ class WebBackend:
 
     def estimate_bytes(self, graph: GraphModule) -> int:
         """Count the weights, look at shipped files, estimate programs and manifest."""
-        shipped = [resource("export") / "web" / name for name in (*SHIPPED, "README-bundle.md")]
+        shipped = [resource("export") / "web" / name for name in SHIPPED]
         linears = len(linear_kernels(graph))
         program = _KERNEL_BYTES * (linears + _KERNELS) + _STEP_BYTES * len(graph.graph.nodes)
         program += (_WASM_BYTES + _WASM_KERNEL_BYTES * linears) if self._target.wasm else 0

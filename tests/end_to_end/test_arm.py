@@ -25,8 +25,8 @@ from compressor.host import emulation
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
 from compressor.recipe.recipe import Recipe
+from compressor.report.outcome import Outcome
 from compressor.run.job import run_recipe
-from compressor.run.outcome import Outcome
 from compressor.verify.smoke import BLOCKED
 
 X = np.random.default_rng(0).standard_normal((5, 64), np.float32)
