@@ -22,7 +22,7 @@ from compressor_runtime.batching.request import Piece, Request
 from compressor_runtime.batching.worker import Busy
 from compressor_runtime.errors import RequestError
 from compressor_runtime.server.answers import Answer, usage
-from compressor_runtime.server.bodies import Asked, read_chat, read_completion, read_embeddings
+from compressor_runtime.server.bodies import Asked, AskedEmbeddings, read_chat, read_completion, read_embeddings
 from compressor_runtime.server.embeddings import as_told
 from compressor_runtime.server.errors import ApiError
 from compressor_runtime.server.fields import read_object
@@ -145,6 +145,7 @@ class _Endpoints:
     async def _generate(self, request: HttpRequest, read: Callable[[dict[str, Any]], Asked]) -> Any:
         service, settings = self._service, self._service.settings
         body = await read_body(request, settings.max_body, settings.body_s)
+        service.check_generates()
 
         def prepared() -> tuple[Asked, list[list[int]]]:
             asked = read(read_object(body))
@@ -182,25 +183,25 @@ class _Endpoints:
         if service.embedder is None:
             raise ApiError(400, f"{service.model} generates text, and embeds none", "model")
 
-        def prepared() -> tuple[bool, list[list[int]]]:
+        def prepared() -> tuple[AskedEmbeddings, list[list[int]]]:
             asked = read_embeddings(read_object(body), _MOST_INPUTS)
             service.check_model(asked.model)
             tokenizer = service.bundle.tokenizer
             rows = [tokenizer.encode(x).ids if isinstance(x, str) else x for x in asked.inputs]
             if not all(rows):
                 raise ApiError(400, "input: a text without tokens", "input", "invalid_value")
-            size = service.bundle.model.get("hidden_size")
-            if asked.dimensions is not None and asked.dimensions != size:
-                raise ApiError(400, "dimensions: this model's embeddings are not shortened; leave it out", "dimensions")
-            return asked.is_base64, [service.checked(ids, "input") for ids in rows]
+            return asked, [service.checked(ids, "input") for ids in rows]
 
-        is_base64, rows = await asyncio.to_thread(prepared)
+        asked, rows = await asyncio.to_thread(prepared)
         vectors = await until_gone(request.receive, service.embed(rows))
+        if asked.dimensions not in (None, len(vectors[0])):
+            words = f"dimensions: this model's embeddings have {len(vectors[0])}, and are not shortened; leave it out"
+            raise ApiError(400, words, "dimensions", "invalid_value")
         count = sum(map(len, rows))
         service.metrics.add("compressor_prompt_tokens_total", count)
         request.scope["state"]["prompt"] = count
         data = [
-            {"object": "embedding", "index": index, "embedding": as_told(vector, is_base64)}
+            {"object": "embedding", "index": index, "embedding": as_told(vector, asked.is_base64)}
             for index, vector in enumerate(vectors)
         ]
         counts = {"prompt_tokens": count, "total_tokens": count}

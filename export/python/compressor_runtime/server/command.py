@@ -82,7 +82,7 @@ def check_packages() -> None:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise RequestError(
-            f"to serve takes {', '.join(missing)}: pip install 'compressor[serve]', or pip install {' '.join(_PACKAGES)}"
+            f"serving takes {', '.join(missing)}: pip install 'compressor[serve]', or pip install {' '.join(_PACKAGES)}"
         )
 
 

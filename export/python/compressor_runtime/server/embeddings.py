@@ -55,10 +55,8 @@ class Embedder:
         return [found[place] for place in range(len(rows))]
 
     def _pooled(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
-        if self.pooling == "cls":
-            vectors = hidden[:, 0]
-        else:
-            vectors = hidden.max(1) if self.pooling == "max" else hidden.mean(1)
+        pooled = {"mean": lambda: hidden.mean(1), "cls": lambda: hidden[:, 0], "max": lambda: hidden.max(1)}
+        vectors = pooled[self.pooling]()
         lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
         scaled: NDArray[np.float32] = (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
         return scaled

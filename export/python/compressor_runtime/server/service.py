@@ -113,6 +113,11 @@ class Service:
         if name != self.model:
             raise ApiError(404, f"model {name!r:.100}: this server has {self.model}", "model", "model_not_found")
 
+    def check_generates(self) -> None:
+        """Raise an ApiError if the model is an encoder."""
+        if self.worker is None:
+            raise ApiError(400, f"{self.model} is an encoder: it embeds texts, and continues none", "model")
+
     def prompts_of(self, asked: Asked) -> list[list[int]]:
         """Return token ids of what is to be continued.
 
@@ -181,12 +186,9 @@ class Service:
         """Put requests into the queue.
 
         Raises:
-            ApiError: it is full, or the server stops, or it generates nothing.
+            ApiError: it is full, or the server stops.
         """
-        if self.worker is None:
-            raise ApiError(
-                400, f"{self.model} is an encoder: it embeds texts (/v1/embeddings), and continues none", "model"
-            )
+        assert self.worker is not None
         try:
             self.worker.submit(requests)
         except Busy as error:
