@@ -242,15 +242,25 @@ COMPLETIONS: list[tuple[Any, str | None]] = [
 ]
 
 
+CHATS: list[Any] = [
+    None,
+    [],
+    ["x"],
+    [{"role": "user"}],
+    [{"role": 1, "content": "x"}],
+    [{"role": "user", "content": 7}],
+    [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+    [{"role": "user", "content": "x", "odd": 1}],
+]
+
+
 def test_wrong_requests_are_answered_in_words(running: Running) -> None:
     for body, param in COMPLETIONS:
         status, _, text = running.ask("POST", "/v1/completions", body)
         told = json.loads(text)["error"]
         assert (status, told["param"], told["type"]) == (400, param, "invalid_request_error"), (body, text)
         assert told["message"] and len(told["message"]) < 300
-    for messages in (None, [], ["x"], [{"role": "user"}], [{"role": 1, "content": "x"}], [{"role": "user", "content": 7}],
-                     [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-                     [{"role": "user", "content": "x", "odd": 1}]):  # fmt: skip
+    for messages in CHATS:
         status, _, text = running.ask("POST", "/v1/chat/completions", {"model": "tiny", "messages": messages})
         assert status == 400 and json.loads(text)["error"]["message"], messages
     assert running.metric("compressor_running") == 0

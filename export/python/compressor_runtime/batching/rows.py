@@ -7,8 +7,8 @@
     4        -                              A   C                        B ended: its row is free
 
 A prompt is read by a session of its own, in chunks of one size between the steps of the others, so that these wait
-for a chunk at most; then its keys and values are copied into a row of the batch.  A step is a verification of one token of
-each row: sequences have lengths of their own there, and up to 32 rows have the bits of single ones.  So a request's
+for a chunk at most; then its keys and values are copied into a row of the batch.  A step is a verification of one token
+of each row: sequences have lengths of their own there, and up to 32 rows have the bits of single ones.  So a request's
 tokens are the same whatever runs beside it.
 """
 

@@ -55,8 +55,7 @@ class Embedder:
         return [found[place] for place in range(len(rows))]
 
     def _pooled(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
-        pooled = {"mean": lambda: hidden.mean(1), "cls": lambda: hidden[:, 0], "max": lambda: hidden.max(1)}
-        vectors = pooled[self.pooling]()
+        vectors = {"mean": hidden.mean(1), "cls": hidden[:, 0], "max": hidden.max(1)}[self.pooling]
         lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
         scaled: NDArray[np.float32] = (vectors / np.maximum(lengths, 1e-12)).astype(np.float32)
         return scaled

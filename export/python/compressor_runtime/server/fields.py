@@ -119,4 +119,4 @@ def wrong(name: str, value: Any, wanted: str) -> ApiError:
 def _described(value: Any) -> str:
     if isinstance(value, int):
         return str(value) if abs(value) < 1 << 64 else "a number of more than 64 bits"
-    return {list: "a list", dict: "an object"}.get(type(value), type(value).__name__)
+    return "a list" if isinstance(value, list) else "an object" if isinstance(value, dict) else "nothing of the kind"

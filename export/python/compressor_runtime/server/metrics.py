@@ -35,11 +35,12 @@ class Metrics:
     def __init__(self, gauges: Mapping[str, tuple[str, Callable[[], float]]]) -> None:
         self._gauges, self._lock = dict(gauges), threading.Lock()
         self._requests = Counter[tuple[str, int]]()
-        self._counters = {
-            "compressor_prompt_tokens_total": ["Tokens of prompts that were read.", 0],
-            "compressor_generated_tokens_total": ["Tokens that were generated.", 0],
-            "compressor_cancelled_total": ["Requests whose client went before their end.", 0],
+        self._meanings = {
+            "compressor_prompt_tokens_total": "Tokens of prompts that were read.",
+            "compressor_generated_tokens_total": "Tokens that were generated.",
+            "compressor_cancelled_total": "Requests whose client went before their end.",
         }
+        self._counters = dict.fromkeys(self._meanings, 0)
         self._histograms = {
             "compressor_request_seconds": ("Seconds from a request's body to the end of its answer.", _SECONDS),
             "compressor_queue_seconds": ("Seconds that a text waited for its place in the batch.", _SECONDS),
@@ -56,7 +57,7 @@ class Metrics:
     def add(self, name: str, count: int) -> None:
         """Add to a counter."""
         with self._lock:
-            self._counters[name][1] += count  # type: ignore[operator]
+            self._counters[name] += count
 
     def observe(self, name: str, value: float) -> None:
         """Add a value to a histogram."""
@@ -76,9 +77,9 @@ class Metrics:
             head("compressor_requests_total", "counter", "Answers, by endpoint and status.")
             for (path, status), count in sorted(self._requests.items()):
                 lines.append(f'compressor_requests_total{{endpoint="{path}",status="{status}"}} {count}')
-            for name, (meaning, count) in self._counters.items():
-                head(name, "counter", meaning)
-                lines.append(f"{name} {count}")
+            for name, total in self._counters.items():
+                head(name, "counter", self._meanings[name])
+                lines.append(f"{name} {total}")
             for name, (meaning, _) in self._histograms.items():
                 head(name, "histogram", meaning)
                 lines += self._values[name].lines(name)
