@@ -56,7 +56,7 @@ class Served:
         return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
     def client(self) -> AsyncOpenAI:
-        return AsyncOpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=60)
+        return AsyncOpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=300)
 
     def end(self) -> int:
         """Stop the server; return its exit code."""
@@ -102,7 +102,7 @@ async def speed(served: Served, seconds: float) -> None:
     differ = 0
     async with served.client() as client:
         for streams, at_once in itertools.cycle(itertools.product((False, True), AT_ONCE)):
-            if time.monotonic() > limit:
+            if time.monotonic() > limit and (True, AT_ONCE[-1]) in rates:  # each has had its turn
                 break
             tokens = 0
 
@@ -230,7 +230,8 @@ async def raw(served: Served, sent: bytes) -> tuple[int, bytes]:
 
 def hostile_bodies(model: str, rng: random.Random) -> Iterator[bytes]:
     """Yield bodies that are nearly right, for ever."""
-    names = "model prompt messages input max_tokens n seed stop temperature top_p top_k logprobs stream echo".split()
+    names = ["model", "prompt", "messages", "input", "max_tokens", "n", "seed", "stop", "temperature", "top_p"]
+    names += ["top_k", "logprobs", "stream", "echo"]
     values: list[Any] = [
         None,
         True,
@@ -302,9 +303,8 @@ async def fuzz(served: Served, seconds: float, rng: random.Random) -> None:
         await settled(served)
         assert await text_of(served, client, "Return the") == expected
     told = {status or "no answer": count for status, count in sorted(counts.items())}
-    print(
-        f"fuzz, {seconds:g} s: answers by status {told}; memory {begin_mb:.1f} MB before, {served.resident_mb():.1f} after\n"
-    )
+    memory = f"{begin_mb:.1f} MB before, {served.resident_mb():.1f} after"
+    print(f"fuzz, {seconds:g} s: answers by status {told}; memory {memory}\n")
 
 
 async def run(served: Served, options: argparse.Namespace) -> None:
