@@ -33,7 +33,7 @@ from compressor.host.resources import resource
 
 AT_ONCE = (1, 2, 4, 8)
 PROMPT_CHARACTERS, NEW_TOKENS = 120, 64
-GENTLE, RUDE = 4, 6  # clients of a soak
+GENTLE, RUDE, ATTACKERS = 4, 6, 4  # clients of a soak, and of hostile input
 Body = dict[str, Any]
 
 
@@ -140,7 +140,8 @@ async def connect(served: Served) -> tuple[asyncio.StreamReader, asyncio.StreamW
 
 
 def head(length: int, path: str = "/v1/completions") -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", f"content-length: {length}"]
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", "connection: close"]
+    lines.append(f"content-length: {length}")
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
@@ -173,9 +174,10 @@ async def rude(served: Served, rng: random.Random, texts: list[str], counts: Cou
 
 async def soak(served: Served, seconds: float, rng: random.Random) -> None:
     """Print what became of requests among rude clients, and the server's memory."""
-    texts, limit, counts, memory = prompts(), time.monotonic() + seconds, Counter[str](), list[float]()
+    texts, counts, memory = prompts()[:16], Counter[str](), list[float]()
     async with served.client() as client:
         expected = {prompt: await text_of(served, client, prompt, 32) for prompt in texts}
+        limit = time.monotonic() + seconds
 
         async def gentle() -> None:
             while time.monotonic() < limit:
@@ -215,14 +217,13 @@ async def settled(served: Served) -> None:
     sys.exit("requests are left in the batch whose clients have gone")
 
 
-async def raw(served: Served, sent: bytes) -> tuple[int, bytes]:
-    """Send bytes; return the status of the answer, 0 for none, and all of it."""
+async def raw(served: Served, sent: bytes, seconds: float = 20) -> tuple[int, bytes]:
+    """Send bytes; return the status of the answer, 0 for none within some seconds, and all of it."""
     reader, writer = await connect(served)
     answer = b""
     with contextlib.suppress(OSError, asyncio.TimeoutError):
         writer.write(sent)
-        writer.write_eof()
-        answer = await asyncio.wait_for(reader.read(), 20)
+        answer = await asyncio.wait_for(reader.read(), seconds)
     writer.close()
     words = answer.split(b" ", 2)
     return (int(words[1]) if len(words) > 1 and words[1].isdigit() else 0), answer
@@ -289,17 +290,21 @@ async def fuzz(served: Served, seconds: float, rng: random.Random) -> None:
     begin_mb = served.resident_mb()
     async with served.client() as client:
         expected = await text_of(served, client, "Return the")
-        while time.monotonic() < limit:
-            body = next(bodies)
-            path = rng.choice(("/v1/completions", "/v1/chat/completions", "/v1/embeddings"))
-            sent = head(len(body) + rng.choice((0, 0, 0, 0, 1, -1)), path) + body
-            if rng.random() < 0.1:  # a head that is not right either
-                at = rng.randrange(len(sent))
-                sent = sent[:at] + rng.randbytes(3) + sent[at + 3 :]
-            status, answer = await raw(served, sent)
-            counts[status] += 1
-            if status >= 500 or served.process.poll() is not None:
-                sys.exit(f"status {status} for {sent!r}: {answer!r}")
+
+        async def attack() -> None:
+            while time.monotonic() < limit:
+                body = next(bodies)
+                path = rng.choice(("/v1/completions", "/v1/chat/completions", "/v1/embeddings"))
+                sent, is_odd = head(len(body), path) + body, rng.random() < 0.1
+                if is_odd:  # a head that is not right either: the server may wait for the rest of a body
+                    at = rng.randrange(len(sent))
+                    sent = sent[:at] + rng.randbytes(3) + sent[at + 3 :]
+                status, answer = await raw(served, sent, 1 if is_odd else 60)
+                counts[status] += 1
+                if status >= 500 or (not status and not is_odd) or served.process.poll() is not None:
+                    sys.exit(f"status {status} for {sent!r}: {answer!r}")
+
+        await asyncio.gather(*(attack() for _ in range(ATTACKERS)))
         await settled(served)
         assert await text_of(served, client, "Return the") == expected
     told = {status or "no answer": count for status, count in sorted(counts.items())}
