@@ -83,7 +83,9 @@ def generate(bundle: Path, prompt: str, threads: int | None, as_json: bool, **op
 @click.option("--max-body", type=click.IntRange(1), help="Most bytes of a request [default: 2097152].")
 @click.option("--name", help="Name of the model [default: the manifest's].")
 @click.option("--pooling", type=click.Choice(["mean", "cls", "max"]), help="How an encoder makes one vector of a text.")
-@click.option("--grace-s", type=click.FloatRange(0), help="Seconds that requests have to end at SIGTERM [default: 10].")
+@click.option(
+    "--grace-s", type=click.IntRange(0, 3600), help="Seconds that requests have to end at SIGTERM [default: 10]."
+)
 @threads_option
 @json_option
 @reported

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -110,9 +109,9 @@ def serve_api(
     Raises:
         BundleError: a package is missing, the port is taken, or the bundle cannot be served.
     """
-    from compressor_runtime.server.command import KEY_VARIABLE, log_to_stderr, serve
+    from compressor_runtime.server.command import key_of_environment, log_to_stderr, serve
     from compressor_runtime.server.service import Settings
 
     log_to_stderr()
-    given = {"api_key": os.environ.get(KEY_VARIABLE), **options}
+    given = {"api_key": key_of_environment(), **options}
     serve(bundle, Settings(port=port, **given), threads, announce)

@@ -380,6 +380,19 @@ def requests_of(bundle: Bundle, prompts: list[str], count: int) -> tuple[list[Re
     return [request(place, prompt) for place, prompt in enumerate(prompts)], texts
 
 
+def test_a_session_takes_the_sequence_of_another_of_its_bundle(served: Bundle) -> None:
+    session, other = served.session(3, 2), served.session(1)
+    other.step([[0, 5, 9]])
+    session.take(1, other)
+    assert session.lengths == [0, 3, 0]
+    assert (session.verify([3, 7], [-1, -1], [0, 1])[1] == other.step([[7]])[0, 0]).all()
+    for wrong in (session, None, load(served.path, threads=1).session(1)):
+        with pytest.raises(RequestError, match="give a session of one sequence, of the same bundle"):
+            session.take(0, wrong)
+    with pytest.raises(RequestError, match="sequence=3: give a whole number from 0 to 2"):
+        session.take(3, other)
+
+
 @pytest.mark.parametrize("kind", [Rows, Turns])
 def test_requests_join_and_leave_at_any_step(served: Bundle, kind: type[Any]) -> None:
     prompts = ["the rain", "so on and on " * 30, "ça", "Spain", "🙂🙃"]
@@ -433,7 +446,7 @@ ALONE = "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 
 
 def test_a_bundle_serves_itself_and_ends_at_a_signal(folder: Path, served: Bundle, running: Running) -> None:
     code = ALONE + "sys.path.insert(0, sys.argv[1])\nfrom compressor_runtime.server.command import main\n"
-    code += "sys.exit(main([sys.argv[1], '--port', sys.argv[2], '--grace-s', '0.3', '--threads', '1']))"
+    code += "sys.exit(main([sys.argv[1], '--port', sys.argv[2], '--grace-s', '0', '--threads', '1']))"
     start = [sys.executable, "-B", "-c", code, str(folder)]
     environment = {**os.environ, command.KEY_VARIABLE: "secret"}
     with subprocess.Popen(

@@ -108,8 +108,7 @@ class Session:
 
     @lengths.setter
     def lengths(self, values: Sequence[int]) -> None:  # kernels write keys and values at these rows, unchecked
-        wanted = lengths_up_to(self._stored.tolist(), values)
-        if self._states and wanted != self.lengths:
+        if (wanted := lengths_up_to(self._stored.tolist(), values)) != self.lengths and self._states:
             if any(wanted):
                 raise RequestError(
                     f"position={wanted[0]}: the model's recurrent layers keep no state but that of token "
@@ -164,8 +163,9 @@ class Session:
 
     def take(self, sequence: int, other: Session) -> None:
         """Put the only sequence of another session in place of one of this session's; keys and values are copied."""
-        if other.batch != 1 or self._states or not isinstance(self._device, Host):
-            raise RequestError(f"take: {other.batch} sequences; give a session of one, on a CPU, without states")
+        fits = isinstance(other, Session) and other.batch == 1 and other._model is self._model and not self._states
+        if not (fits and isinstance(self._device, Host)):
+            raise RequestError("take: give a session of one sequence, of the same bundle, on a CPU, without states")
         own, length = whole("sequence", sequence, 0, self._batch - 1), int(other._lengths[0])
         self._make_room_behind(np.array([own]), *np.full((2, 1), length - 1))
         self._device.copy_rows(other._caches, self._caches, own, length)

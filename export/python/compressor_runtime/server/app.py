@@ -125,11 +125,15 @@ class _Frame:
         if key is None or path == "/health":
             return
         kind, _, given = headers.get("authorization", "").partition(" ")
-        if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), key.encode()):
+        if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), _bytes(key)):
             known = {"www-authenticate": "Bearer"}
             raise ApiError(
                 401, "give the server's key: Authorization: Bearer KEY", code="invalid_api_key", headers=known
             )
+
+
+def _bytes(key: str) -> bytes:
+    return key.encode("utf-8", "surrogatepass")
 
 
 class _Endpoints:

@@ -37,6 +37,8 @@ def serve(bundle: Path, settings: Settings, threads: int | None, announce: Calla
         BundleError: the bundle cannot be loaded or served.
     """
     check_packages()
+    if settings.api_key == "":
+        raise RequestError("api-key: an empty one keeps nobody out; give another, or none")
     listener = listen(settings.host, settings.port)  # before the bundle is read, which may take long
     with listener:
         loaded = load(bundle, threads=threads)
@@ -94,10 +96,11 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            "127.0.0.1" if host == "localhost" else host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
         )[0]
-    except (OSError, UnicodeError) as error:
-        raise RequestError(f"host {host}: {error}; give an address of this machine") from error
+    except (OSError, OverflowError, TypeError, ValueError) as error:
+        words = f"host {host!r:.100}, port {port}: {error}; give an IP address of this machine, and a port up to 65535"
+        raise RequestError(words) from error
     found = socket.socket(family, kind, protocol)
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -118,8 +121,13 @@ def log_to_stderr() -> None:
     for name, level in (("compressor.server", logging.INFO), ("uvicorn", logging.WARNING)):
         logger = logging.getLogger(name)
         logger.setLevel(level)
-        logger.addHandler(handler)
+        logger.handlers[:] = [handler]
         logger.propagate = False
+
+
+def key_of_environment() -> str | None:
+    """Return the key that the environment has; an empty one is none."""
+    return os.environ.get(KEY_VARIABLE) or None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -138,16 +146,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("context", int, "most tokens of a prompt with its continuation (default: the model's positions)"),
         ("name", str, "of the model (default: the manifest's)"),
         ("max-body", int, "bytes of a request"),
-        ("grace-s", float, "seconds that requests have to end at SIGTERM"),
+        ("grace-s", int, "seconds that requests have to end at SIGTERM"),
     ):
         default = getattr(defaults, name.replace("-", "_"))
         parser.add_argument(
             f"--{name}", type=kind, default=default, help=meaning + " (default: %(default)s)" * (default is not None)
         )
     parser.add_argument("--pooling", choices=POOLINGS, help="of an encoder's hidden states (default: the manifest's)")
-    parser.add_argument(
-        "--api-key", default=os.environ.get(KEY_VARIABLE), help=f"that clients give (default: ${KEY_VARIABLE})"
-    )
+    parser.add_argument("--api-key", default=key_of_environment(), help=f"that clients give (default: ${KEY_VARIABLE})")
     parser.add_argument("--threads", type=int, help="worker threads (default: the physical cores available)")
     options = vars(parser.parse_args(arguments))
     bundle, threads = options.pop("bundle"), options.pop("threads")

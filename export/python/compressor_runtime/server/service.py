@@ -54,7 +54,7 @@ class Settings:
     name: str | None = None
     pooling: str | None = None
     max_body: int = 2 << 20
-    grace_s: float = 10.0
+    grace_s: float = 10
     head_s: float = 10.0
     body_s: float = 30.0
     send_s: float = 30.0
