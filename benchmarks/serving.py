@@ -4,8 +4,9 @@
     python benchmarks/serving.py build/served [--speed 60] [--soak 600] [--fuzz 600]
 
 prints the rows of benchmarks/results/serving.md.  The server is a process of its own, and so are its clients, which are
-OpenAI's where they mean well.  Each part takes the seconds it is given, whatever happens.  Numbers of requests at once
-take turns round by round, so that what disturbs one disturbs all.
+OpenAI's where they mean well.  Processor time is the server's own, which other processes add little to.  Each part
+takes the seconds it is given, whatever happens.  Numbers of requests at once take turns round by round, so that what
+disturbs one disturbs all.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ Body = dict[str, Any]
 class Served:
     """A server in a process of its own, and its client."""
 
-    def __init__(self, bundle: Path) -> None:
+    def __init__(self, bundle: Path, threads: int | None) -> None:
         command = [sys.executable, "-m", "compressor_runtime.server", str(bundle), "--port", "0"]
+        command += [] if threads is None else ["--threads", str(threads)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()
@@ -54,6 +56,11 @@ class Served:
         """Return the memory that the server's process holds."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+    def cpu_s(self) -> float:
+        """Return the processor time that the server's process has taken, all threads."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def client(self) -> AsyncOpenAI:
         return AsyncOpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=300)
@@ -98,6 +105,7 @@ async def speed(served: Served, seconds: float) -> None:
     rates: dict[tuple[bool, int], list[float]] = {}
     latencies: dict[tuple[bool, int], list[float]] = {}
     firsts: dict[int, list[float]] = {}
+    costs: dict[tuple[bool, int], list[float]] = {}
     expected: dict[str, str] = {}
     differ = 0
     async with served.client() as client:
@@ -118,18 +126,22 @@ async def speed(served: Served, seconds: float) -> None:
                 differ += expected.setdefault(prompt, text) != text
                 return count
 
-            begin = time.perf_counter()
+            begin, begin_cpu = time.perf_counter(), served.cpu_s()
             for i in range(0, len(texts), at_once):
                 tokens += sum(await asyncio.gather(*map(ask, texts[i : i + at_once])))
             rates.setdefault((streams, at_once), []).append(tokens / (time.perf_counter() - begin))
-    print("| requests at once | tokens/s | against one | streamed: tokens/s | against one | first token | latency |")
-    print("|---|---|---|---|---|---|---|")
+            costs.setdefault((streams, at_once), []).append((served.cpu_s() - begin_cpu) / tokens)
+    columns = "tokens/s | against one | processor time a token | one against it"
+    print(f"| at once | {columns} | streamed: {columns} | first token | latency |")
+    print("|---" * 11 + "|")
     middle: Callable[[Any], float] = statistics.median
     for at_once in AT_ONCE:
         cells = [str(at_once)]
         for streams in (False, True):
             rate = middle(rates[streams, at_once])
             cells += [f"{rate:.0f}", f"{rate / middle(rates[streams, 1]):.2f}"]
+            cost = middle(costs[streams, at_once])
+            cells += [f"{1000 * cost:.2f} ms", f"{middle(costs[streams, 1]) / cost:.2f}"]
         cells += [f"{1000 * middle(firsts[at_once]):.0f} ms", f"{1000 * middle(latencies[False, at_once]):.0f} ms"]
         print(f"| {' | '.join(cells)} |")
     print(f"\n{len(rates[False, 1])} rounds of 8 texts; texts that differ from the first round's: {differ}\n")
@@ -329,9 +341,10 @@ def main() -> None:
     parser.add_argument("bundle", type=Path)
     for name, seconds in (("speed", 60.0), ("soak", 60.0), ("fuzz", 60.0)):
         parser.add_argument(f"--{name}", type=float, default=seconds, metavar="SECONDS", help="0 leaves it out")
+    parser.add_argument("--threads", type=int, help="of the server's kernels [default: the physical cores]")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    served = Served(options.bundle)
+    served = Served(options.bundle, options.threads)
     try:
         asyncio.run(run(served, options))
     finally:

@@ -65,7 +65,7 @@ def served(folder: Path) -> Bundle:
 
 @pytest.fixture(scope="module")
 def running(served: Bundle) -> Iterator[Running]:
-    with serving(served, batch=3, queue=6, max_body=1 << 20, head_s=1.0, body_s=0.5, grace_s=1.0) as found:
+    with serving(served, batch=3, queue=9, max_body=1 << 20, head_s=1.0, body_s=0.5, grace_s=1.0) as found:
         yield found
 
 
@@ -189,19 +189,19 @@ def test_a_client_that_goes_frees_its_row(client: openai.OpenAI, running: Runnin
 
 
 def test_a_full_queue_is_said_with_a_time(client: openai.OpenAI, running: Running) -> None:
-    with pytest.raises(openai.RateLimitError, match="0 requests wait already, of at most 6"):
-        complete(client, "x", n=7)
+    with pytest.raises(openai.RateLimitError, match="0 requests wait already, of at most 9"):
+        complete(client, "x", n=10)
 
     def wait_in_vain() -> None:
         with contextlib.suppress(openai.APITimeoutError):
-            complete(client, "x", n=6, timeout=2)
+            complete(client, "x", n=9, timeout=2)
 
     stream = complete(client, "so", max_tokens=LONG, n=3, stream=True)
     try:
         next(iter(stream))
         waiting = threading.Thread(target=wait_in_vain)
         waiting.start()
-        running.wait_for("compressor_queue_length", 6)
+        running.wait_for("compressor_queue_length", 9)
         status, headers, text = running.ask("POST", "/v1/completions", {"model": "tiny", "prompt": "x"})
         assert status == 429 and 1 <= int(headers["retry-after"]) <= 60 and "try again in" in text
         waiting.join()

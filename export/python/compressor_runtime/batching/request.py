@@ -145,6 +145,9 @@ class Request:
 
     def _give(self, text: str, reason: str | None) -> None:
         self._sent += len(text)
+        if reason is None and not self._scores and not self._streams:
+            self._piece.text += text
+            return
         all_of_it = reason is not None and reason != "stop_sequence"
         ready = [found for found in self._scores if all_of_it or found.place < self._sent]
         del self._scores[: len(ready)]  # places only grow
