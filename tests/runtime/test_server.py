@@ -28,7 +28,6 @@ from compressor_runtime.batching.turns import Turns
 from compressor_runtime.errors import RequestError
 from compressor_runtime.generation import TextStream, checked_sampler
 from compressor_runtime.server import command
-from missing import skip_or_fail
 from tiny_bundle import POSITIONS, TinyLanguageModel, write_tiny_bundle
 from tiny_encoder import TinyEncoder, write_tiny_encoder
 
@@ -39,7 +38,9 @@ try:
     import openai
     from serving import Running, serving
 except ImportError as error:
-    skip_or_fail(f"{error}: pip install 'compressor[serve]' openai")
+    if os.environ.get("CI"):
+        raise
+    pytest.skip(f"{error}: pip install 'compressor[serve]' openai", allow_module_level=True)
 
 LONG = 6000
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
