@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 from pathlib import Path
@@ -76,19 +75,37 @@ def generate(bundle: Path, prompt: str, threads: int | None, as_json: bool, **op
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE))
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes any free one.")
+@click.option("--host", help="Address to listen on [default: 127.0.0.1].")
+@click.option("--api-key", help="Key that clients must give [default: $COMPRESS_API_KEY].")
+@click.option("--batch", type=click.IntRange(1, 32), help="Requests at once [default: 8].")
+@click.option("--queue", type=click.IntRange(1), help="Requests that wait; more are refused with 429 [default: 64].")
+@click.option("--context", type=click.IntRange(1), help="Most tokens of a prompt with its continuation.")
+@click.option("--max-body", type=click.IntRange(1), help="Most bytes of a request [default: 2097152].")
+@click.option("--name", help="Name of the model [default: the manifest's].")
+@click.option("--pooling", type=click.Choice(["mean", "cls", "max"]), help="How an encoder makes one vector of a text.")
+@click.option(
+    "--grace-s", type=click.IntRange(0, 3600), help="Seconds that requests have to end at SIGTERM [default: 10]."
+)
+@threads_option
 @json_option
 @reported
-def serve(bundle: Path, port: int, as_json: bool) -> None:
-    """Serve BUNDLE, made for browsers, on this machine alone until interrupted."""
-    from compressor.cli.serve import HOST, make_server
+def serve(bundle: Path, port: int, threads: int | None, as_json: bool, **options: Any) -> None:
+    """Serve BUNDLE by OpenAI's API, or show it in a browser if it was made for one, until interrupted.
 
-    with make_server(bundle, port) as server:
-        url = f"http://{HOST}:{server.server_port}/"
+    Takes the extra `serve`; on 127.0.0.1 unless --host says otherwise.
+    """
+    from compressor.cli.serve import is_web, serve_api, serve_files
+
+    def announce(url: str) -> None:
         click.echo(f"{bundle}; Ctrl-C ends it", err=True)
         emit(as_json, {"url": url, "bundle": str(bundle)}, lambda: click.echo(url))
         sys.stdout.flush()
-        with contextlib.suppress(KeyboardInterrupt):  # how serving ends
-            server.serve_forever()
+
+    given = {name: value for name, value in options.items() if value is not None}
+    if is_web(bundle):
+        serve_files(bundle, port, {**given, **({} if threads is None else {"threads": threads})}, announce)
+    else:
+        serve_api(bundle, port, given, threads, announce)
 
 
 @click.command("bench")

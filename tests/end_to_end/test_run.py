@@ -632,6 +632,8 @@ def test_an_encoder(tmp_path: Path, no_speed: None, require_tool: Callable[[str]
         )
         transformers.BertModel(config).half().save_pretrained(tmp_path / "bert")
     shutil.copy(reference / "tokenizer.json", tmp_path / "bert")
+    (tmp_path / "bert" / "1_Pooling").mkdir()
+    (tmp_path / "bert" / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
     model = transformers.BertModel.from_pretrained(tmp_path / "bert", dtype=torch.float32).eval()
     recipe = {
         "evaluation": {"text": "python_docs_heldout.txt", "tokens": 128},  # longer than its positions
@@ -640,6 +642,7 @@ def test_an_encoder(tmp_path: Path, no_speed: None, require_tool: Callable[[str]
         "tune": "off",
     }
     bundle = compressor.compress(tmp_path / "bert", recipe, tmp_path / "bundle")
+    assert bundle.model["pooling"] == "cls"  # servers embed so
     ids, mask = np.array([[5, 6, 7, 8], [9, 10, 0, 0]]), np.array([[1, 1, 1, 1], [1, 1, 0, 0]])
     with torch.no_grad():
         expected = model(torch.as_tensor(ids), torch.as_tensor(mask)).last_hidden_state

@@ -24,7 +24,7 @@ from torch import nn
 from compressor.errors import CompressorError, ResourceError, UsageError
 from compressor.export.manifest import write_measurements
 from compressor.export.publish import check_destination, publishing
-from compressor.export.tokenizer import write_tokenizer
+from compressor.export.tokenizer import write_chat_template, write_tokenizer
 from compressor.host.tensor_files import write_safetensors
 from compressor.runtime import DamagedBundleError, check_files, read_manifest
 
@@ -341,3 +341,26 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path, shared_data: Callable[[str
 def test_what_cannot_be_a_path_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no path (for a bundle|may hold a NUL)"):
         check_destination(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("known", "beside", "template"),
+    [
+        ({"chat_template": "one"}, None, "one"),
+        ({"chat_template": [{"name": "rag", "template": "x"}, {"name": "default", "template": "two"}]}, None, "two"),
+        ({"chat_template": "one"}, "three", "three"),  # transformers' own order
+        ({"chat_template": [{"name": "rag", "template": "x"}]}, None, None),
+        ({}, None, None),
+    ],
+)
+def test_chat_templates_are_carried_with_the_tokens_they_name(
+    tmp_path: Path, known: dict[str, Any], beside: str | None, template: str | None
+) -> None:
+    tokens = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, "pad_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**known, **tokens, "model_max_length": 9}))
+    if beside is not None:
+        (tmp_path / "chat_template.jinja").write_text(beside)
+    file = tmp_path / "out.json"
+    write_chat_template(tmp_path, file)
+    expected = {"template": template, "special_tokens": {"bos_token": "<s>", "eos_token": "</s>"}}
+    assert (json.loads(file.read_text()) if file.exists() else None) == (expected if template else None)
