@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from compressor.capture.capture import capture
 from compressor.codegen.backend import Backend, make_backend
 from compressor.data.load import load_data
 from compressor.errors import DriftError
+from compressor.export.exchange.beside import BesideBundle, plan_exports
 from compressor.graph.model import ModelInfo, clone_graph
 from compressor.host.cache import cache_folder
 from compressor.host.digests import code_digest, digest, model_fingerprint, tensors_sha256
@@ -58,6 +59,7 @@ class Prepared:
         info: about the model as captured.
         lock: of this run, so far.
         threads: None takes the physical cores.
+        exports: what the run writes for other programs.
         graph, dense: the captured graph, for the passes and for comparison; None once they are given away.
     """
 
@@ -73,6 +75,7 @@ class Prepared:
     threads: int | None
     graph: GraphModule | None
     dense: GraphModule | None
+    exports: BesideBundle = field(default_factory=BesideBundle)
 
     def take_graph(self) -> GraphModule:
         """Give the captured graph away: whoever has it decides how long its weights stay in memory."""
@@ -125,6 +128,7 @@ def prepare(
     info: ModelInfo = graph.meta["model"]
     planned = plan_passes(graph, recipe, backend)
     checkpoint = _planned_checkpoint(planned, recipe, source, clock)
+    plan_exports(recipe, planned.final, destination)
     with clock.stage("text"):
         samples, data = load_data(recipe, info)
     _note_short_text(recipe, data, clock)

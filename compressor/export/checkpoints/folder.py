@@ -122,7 +122,7 @@ def write_folder(
     inexact = {name for name in held.keys() - parts.keys() if not _is_exact(tensors[name], types[name])}
     if inexact:  # trained in float32, say; transformers loads all in the type of config.json
         types |= dict.fromkeys(inexact, torch.float32)
-        content = {key: value for key, value in content.items() if key != "torch_dtype"} | {"dtype": "float32"}
+        content = {key: value for key, value in content.items() if key != "torch_dtype"} | {"dtype": "float32", **more}
     _copy_others(_folder(graph), folder)
     (folder / _CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     parameters, lists = lists_of(graph)

@@ -43,7 +43,9 @@ class Coded:
 
     def zero_points(self, fmt: Format) -> Tensor:
         """Return the zero point of every group, uint8 [out, groups]."""
-        return torch.full(self.scales.shape, int(fmt.zero_point), dtype=torch.uint8) if self.zeros is None else self.zeros
+        return (
+            torch.full(self.scales.shape, int(fmt.zero_point), dtype=torch.uint8) if self.zeros is None else self.zeros
+        )
 
 
 def coded(packed: PackedWeight) -> Coded:

@@ -76,6 +76,10 @@ class Export(ABC):
     def why_not(self, site: PackedSite) -> str:
         """Say why the layout cannot hold a site exactly; empty if it can.  Weights may be on the meta device."""
 
+    def dtype(self, sites: Sequence[PackedSite]) -> str:
+        """Return the type that the client computes in when it is checked, as torch calls it."""
+        return "float32"
+
     @abstractmethod
     def encode(self, site: PackedSite) -> Mapping[str, Tensor]:
         """Return what is stored for a site, by the last part of the name."""

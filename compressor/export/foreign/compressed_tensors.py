@@ -96,6 +96,10 @@ class CompressedTensors(Export):
         packed, scale, divisor = (parts[f"weight_{part}"] for part in ("packed", "scale", "global_scale"))
         return nvfp4_values(packed, scale, divisor, group_size=16)
 
+    def dtype(self, sites: Sequence[PackedSite]) -> str:
+        """Return bfloat16 where there are packed floats, which the loader unpacks to that type alone."""
+        return "bfloat16" if any(_layout(site.packed.format) in _FP4.values() for site in sites) else "float32"
+
     def configuration(self, sites: Sequence[PackedSite], linears: Sequence[str]) -> Mapping[str, Any]:
         """Return ``quantization_config``: a group for each scheme, with the loader's own names of modules."""
         groups: dict[Format, list[str]] = {}
@@ -114,7 +118,8 @@ class CompressedTensors(Export):
             for number, (fmt, modules) in enumerate(groups.items())
         }
         layouts = {_layout(fmt) for fmt in groups}
-        return {
+        stated = {"dtype": "bfloat16"} if self.dtype(sites) == "bfloat16" else {}
+        return stated | {
             "quantization_config": {
                 "quant_method": "compressed-tensors",
                 "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
@@ -137,6 +142,8 @@ class CompressedTensors(Export):
             found.append("weights that are left out are stored as codes of zero: the folder is dense")
         if any(_layout(fmt) == "nvfp4-pack-quantized" for fmt in formats):
             found.append("NVFP4: the tensor's scale is stored as its inverse, which rounds it once, by 2^-24 at most")
+        if self.dtype(sites) == "bfloat16":
+            found.append("config.json says bfloat16, the only type that the loader unpacks NVFP4 and MXFP4 to")
         merged: dict[str, set[Format]] = {}
         for site in sites:
             merged.setdefault(site.input, set()).add(site.packed.format)

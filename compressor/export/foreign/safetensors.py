@@ -1,4 +1,4 @@
-"""Write a dense Hugging Face folder: every packed weight dequantised, in float32, widths and layers as passes left them.
+"""Write a dense Hugging Face folder: packed weights dequantised in float32, widths and layers as passes left them.
 
 Any program that loads the model loads this; nothing is smaller than the dense model but what has been pruned.
 """
