@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from compressor.data.tokenizer import load_tokenizer
 from compressor.errors import UsageError, VerificationError
 from compressor.evaluate.quality import GraphLogits, graph_hidden
-from compressor.export.exchange.export import Export
+from compressor.export.exchange.export import Export, Loading
 from compressor.graph.model import ModelInfo
 from compressor.host.child import Child
 from compressor.host.resources import resource
@@ -65,12 +65,12 @@ def why_unchecked(export: Export, info: ModelInfo) -> str:
 
 
 def check_export(
-    folder: Path, export: Export, dtype: str, info: ModelInfo, reference: Reference, rounds: bool
+    folder: Path, export: Export, loading: Loading, info: ModelInfo, reference: Reference, rounds: bool
 ) -> Checked:
     """Load a folder in the client's own process and compare.
 
     Args:
-        dtype: in which the client computes.
+        loading: how the client is to load it.
         reference: outputs of the compressed model.
         rounds: the model rounds activations, so that equal outputs are not to be expected.
     Raises:
@@ -78,7 +78,8 @@ def check_export(
     """
     prompt, new = _prompt(folder, info)
     new = new if info.kind == "decoder" else 0
-    with Child(f"{folder}: check", export.client, [str(folder.absolute()), dtype, info.kind]) as child:
+    arguments = [str(folder.absolute()), json.dumps(asdict(loading)), info.kind]
+    with Child(f"{folder}: check", export.client, arguments) as child:
         if wrong := child.loaded["wrong"]:
             raise VerificationError(f"{folder}: the client has other names than the folder: {json.dumps(wrong)[:300]}")
         answer = child.ask(json.dumps({"ids": prompt, "new": new}))
@@ -91,8 +92,8 @@ def check_export(
     chosen = wanted[len(prompt) - 1 : len(prompt) - 1 + len(tokens)].argmax(-1) if tokens else np.array(tokens)
     unequal = np.flatnonzero(chosen != np.array(tokens, np.int64))
     equal = int(unequal[0]) if len(unequal) else len(tokens)
-    result = Checked(programs, dtype, difference, largest, len(tokens), equal)
-    if not difference <= (_ROUNDED if rounds else TOLERANCES[dtype]) * largest:
+    result = Checked(programs, loading.dtype, difference, largest, len(tokens), equal)
+    if not difference <= (_ROUNDED if rounds else TOLERANCES[loading.dtype]) * largest:
         raise VerificationError(f"{folder}: the client computes something else: {result}")
     return result
 

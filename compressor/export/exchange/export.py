@@ -56,6 +56,19 @@ class Written:
 
 
 @dataclass(frozen=True)
+class Loading:
+    """How a client loads a folder.
+
+    Attributes:
+        dtype: that it computes in, as torch calls it.
+        dequantize: weights become dense as they are loaded, not at the first call.
+    """
+
+    dtype: str = "float32"
+    dequantize: bool = False
+
+
+@dataclass(frozen=True)
 class Export(ABC):
     """How a compressed graph is written for another program.  Subclasses are frozen dataclasses too.
 
@@ -76,9 +89,17 @@ class Export(ABC):
     def why_not(self, site: PackedSite) -> str:
         """Say why the layout cannot hold a site exactly; empty if it can.  Weights may be on the meta device."""
 
-    def dtype(self, sites: Sequence[PackedSite]) -> str:
-        """Return the type that the client computes in when it is checked, as torch calls it."""
-        return "float32"
+    def loading(self, sites: Sequence[PackedSite]) -> Loading:
+        """Say how the client loads the folder when it is checked."""
+        return Loading()
+
+    def why_not_together(self, sites: Sequence[PackedSite], linears: Sequence[str]) -> str:
+        """Say why the layout cannot hold the packed sites beside each other; empty if it can.
+
+        Args:
+            linears: all modules of the class Linear, by the loader's names.
+        """
+        return ""
 
     @abstractmethod
     def encode(self, site: PackedSite) -> Mapping[str, Tensor]:
@@ -117,8 +138,11 @@ class Export(ABC):
         def hole(site: PackedSite) -> Tensor:
             return torch.empty(site.packed.shape, dtype=source.read(site.stored.names[0]).dtype, device="meta")
 
-        form = plan_folder(dense_form(graph, hole), trust_remote_code)
-        return ExportForm(self, form, tuple(site.parameter for site in kept))
+        found = plan_folder(dense_form(graph, hole), trust_remote_code)
+        form = ExportForm(self, found, tuple(site.parameter for site in kept))
+        if kept and (why := self.why_not_together(kept, form.linears())):
+            raise UsageError(f"{self.title} {why}; choose another export, or other formats")
+        return form
 
     def _kept(self, sites: Sequence[PackedSite]) -> list[PackedSite]:
         named = [self.dense] if isinstance(self.dense, str) else list(self.dense)

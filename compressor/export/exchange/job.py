@@ -102,8 +102,8 @@ def _check(
         return None, why, []
     packed = [site for site in sites if site.parameter in form.packed]
     rounds = any(site.packed.format.activations is not None for site in sites)
-    dtype = form.export.dtype(packed)
-    checked = check_export(folder, form.export, dtype, info, graph_reference(graph), rounds)
+    loading = form.export.loading(packed)
+    checked = check_export(folder, form.export, loading, info, graph_reference(graph), rounds)
     return checked, "", [] if bundle is None else [_kernels(graph, bundle)]
 
 

@@ -1,4 +1,4 @@
-"""Load an exported folder as its users do: ``python -m ...exchange.transformers_client FOLDER TYPE KIND``.
+"""Load an exported folder as its users do: ``python -m ...exchange.transformers_client FOLDER LOADING KIND``.
 
 Nothing of Compressor's readers or kernels runs here.  The first line of the answers names the programs and the missing
 or unexpected names.  A request is a line of JSON, ``{"ids": [S], "new": N}``; the answer is the shape of the outputs
@@ -22,15 +22,17 @@ _PACKAGES = ("transformers", "compressed-tensors", "gptqmodel", "torch")
 
 def main() -> int:
     """Serve the requests and return the process's exit code."""
-    folder, dtype, kind = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    folder, loading, kind = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
 
     def work(requests: BinaryIO, send: Callable[..., None]) -> None:
         import numpy as np
         import torch
-        from transformers import AutoModel, AutoModelForCausalLM
+        from transformers import AutoModel, AutoModelForCausalLM, CompressedTensorsConfig
 
         cls = AutoModelForCausalLM if kind == "decoder" else AutoModel
-        model, told = cls.from_pretrained(folder, dtype=getattr(torch, dtype), output_loading_info=True)
+        more = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if loading["dequantize"] else {}
+        dtype = getattr(torch, loading["dtype"])
+        model, told = cls.from_pretrained(folder, dtype=dtype, output_loading_info=True, **more)
         wrong = {key: sorted(map(str, names)) for key, names in told.items() if names}
         send({"programs": _programs(), "wrong": wrong})
         for line in requests:

@@ -25,7 +25,8 @@ from compressor.capture.checkpoints.compressed_tensors.packed_small_floats impor
 from compressor.capture.checkpoints.compressed_tensors.plain_codes import float_tensors, integer_tensors
 from compressor.export.exchange.coded import coded, is_zeroed, why_not_coded
 from compressor.export.exchange.dense_form import PackedSite
-from compressor.export.exchange.export import Export
+from compressor.export.exchange.export import Export, Loading
+from compressor.export.exchange.integer_layout import why_not_linear
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format
 
@@ -44,10 +45,8 @@ class CompressedTensors(Export):
     def why_not(self, site: PackedSite) -> str:
         """Say which part of a format, or of a module, the layouts do not have."""
         fmt = site.packed.format
-        if site.reads_table:
-            return "packs linears, and this is a table of embeddings"
-        if site.module_class != "Linear" or site.stored.transposed:
-            return f"packs modules of the class Linear, and this is a {site.module_class or 'parameter'}"
+        if reason := why_not_linear(site):
+            return reason
         if reason := why_not_coded(fmt):
             return f"has no such layout: the format {reason}"
         if not _layout(fmt):
@@ -96,9 +95,15 @@ class CompressedTensors(Export):
         packed, scale, divisor = (parts[f"weight_{part}"] for part in ("packed", "scale", "global_scale"))
         return nvfp4_values(packed, scale, divisor, group_size=16)
 
-    def dtype(self, sites: Sequence[PackedSite]) -> str:
-        """Return bfloat16 where there are packed floats, which the loader unpacks to that type alone."""
-        return "bfloat16" if any(_layout(site.packed.format) in _FP4.values() for site in sites) else "float32"
+    def loading(self, sites: Sequence[PackedSite]) -> Loading:
+        """Ask for bfloat16 where there are packed floats, which the loader unpacks to that type alone.
+
+        Packed zero points are read at once or not at all (transformers 5.24 with compressed-tensors 0.20).
+        """
+        formats = [site.packed.format for site in sites]
+        floats = any(_layout(fmt) in _FP4.values() for fmt in formats)
+        zeros = any(not fmt.symmetric and _layout(fmt) == "pack-quantized" for fmt in formats)
+        return Loading("bfloat16" if floats else "float32", zeros)
 
     def configuration(self, sites: Sequence[PackedSite], linears: Sequence[str]) -> Mapping[str, Any]:
         """Return ``quantization_config``: a group for each scheme, with the loader's own names of modules."""
@@ -118,7 +123,8 @@ class CompressedTensors(Export):
             for number, (fmt, modules) in enumerate(groups.items())
         }
         layouts = {_layout(fmt) for fmt in groups}
-        stated = {"dtype": "bfloat16"} if self.dtype(sites) == "bfloat16" else {}
+        dtype = self.loading(sites).dtype
+        stated = {"dtype": dtype} if dtype == "bfloat16" else {}
         return stated | {
             "quantization_config": {
                 "quant_method": "compressed-tensors",
@@ -142,7 +148,10 @@ class CompressedTensors(Export):
             found.append("weights that are left out are stored as codes of zero: the folder is dense")
         if any(_layout(fmt) == "nvfp4-pack-quantized" for fmt in formats):
             found.append("NVFP4: the tensor's scale is stored as its inverse, which rounds it once, by 2^-24 at most")
-        if self.dtype(sites) == "bfloat16":
+        loading = self.loading(sites)
+        if loading.dequantize:
+            found.append("zero points: transformers 5.24 loads them with CompressedTensorsConfig(dequantize=True) only")
+        if loading.dtype == "bfloat16":
             found.append("config.json says bfloat16, the only type that the loader unpacks NVFP4 and MXFP4 to")
         merged: dict[str, set[Format]] = {}
         for site in sites:
