@@ -117,7 +117,8 @@ def test_transformers_loads_compressed_tensors(model: Path, tmp_path: Path, sche
     loading = export.loading(list_packed(graph))
     assert (loading.dtype == "bfloat16") == (layout in ("mxfp4-pack-quantized", "nvfp4-pack-quantized"))
     wanted, found = GraphLogits(graph)(np.arange(12)[None])[0], by_transformers(tmp_path / "out", loading)
-    allowed = 5e-2 if loading.dtype == "bfloat16" or "W8A8" in schemes else TOLERANCE
+    allowed = 2e-3 if loading.dequantize else TOLERANCE  # weights are rounded to float16
+    allowed = 5e-2 if loading.dtype == "bfloat16" or "W8A8" in schemes else allowed
     assert float((wanted - found).abs().max()) <= allowed * float(wanted.abs().max())
     assert any("127.5" in note for note in content["notes"]) == ("W8A8" in schemes)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from compressor_runtime.manifest import field
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -59,12 +60,12 @@ def bundle_graph(bundle: Path, model: str | None = None) -> GraphModule:
     return graph
 
 
-def _trusts(manifest: Mapping[str, Any]) -> bool:
-    return bool(manifest["recipe"].get("trust_remote_code"))
+def _trusts(manifest: dict[str, Any]) -> bool:
+    return bool(field(manifest, "recipe", dict).get("trust_remote_code"))
 
 
-def _source(bundle: Path, manifest: Mapping[str, Any], model: str | None) -> Path | str:
-    named = model or manifest["recipe"].get("model")
+def _source(bundle: Path, manifest: dict[str, Any], model: str | None) -> Path | str:
+    named = model or field(manifest, "recipe", dict).get("model")
     if named is None:
         raise UsageError(f"{bundle}: its recipe names no model; name the model that it was made from: --model FOLDER")
     try:
@@ -73,8 +74,8 @@ def _source(bundle: Path, manifest: Mapping[str, Any], model: str | None) -> Pat
         raise UsageError(f"{bundle}: the model that it was made from: {error}; name it with --model FOLDER") from error
 
 
-def _check_model(bundle: Path, manifest: Mapping[str, Any], info: ModelInfo) -> None:
-    stated = manifest["model"]
+def _check_model(bundle: Path, manifest: dict[str, Any], info: ModelInfo) -> None:
+    stated = field(manifest, "model", dict)
     if stated.get("config_sha256") not in (None, info.config_sha256):
         raise UsageError(f"{bundle}: was made from another model than {info.name}: config.json has another SHA-256")
     if stated.get("cache_format") not in (None, info.cache_format):
@@ -84,9 +85,10 @@ def _check_model(bundle: Path, manifest: Mapping[str, Any], info: ModelInfo) -> 
         )
 
 
-def _put_packed(graph: GraphModule, manifest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def _put_packed(graph: GraphModule, manifest: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Put the bundle's packed weights in the places of the dense ones, in the last format of each site."""
-    formats = {site["site"]: site["format"] for site in manifest["sites"] if site["format"]}
+    records = [site for site in field(manifest, "sites", list) if isinstance(site, dict)]
+    formats = {site.get("site"): str(site["format"]) for site in records if site.get("format")}
     for table in embedding_tables(graph):
         if table.site.name in formats:
             shape = (table.site.out_features, table.site.in_features)

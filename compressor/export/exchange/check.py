@@ -27,6 +27,7 @@ TOKENS = 64
 _PROMPT = 64
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
 """Share of the largest output by which a client's may differ, by the type that it computes in."""
+_DEQUANTIZED = 2e-3  # share, where the client rounds weights to the float16 of their scales as it loads them
 _ROUNDED = 0.5  # share, where activations are rounded: a rounding that falls the other way moves whole steps
 
 
@@ -93,9 +94,15 @@ def check_export(
     unequal = np.flatnonzero(chosen != np.array(tokens, np.int64))
     equal = int(unequal[0]) if len(unequal) else len(tokens)
     result = Checked(programs, loading.dtype, difference, largest, len(tokens), equal)
-    if not difference <= (_ROUNDED if rounds else TOLERANCES[loading.dtype]) * largest:
+    if not difference <= _tolerance(loading, rounds) * largest:
         raise VerificationError(f"{folder}: the client computes something else: {result}")
     return result
+
+
+def _tolerance(loading: Loading, rounds: bool) -> float:
+    if rounds:
+        return _ROUNDED
+    return max(TOLERANCES[loading.dtype], _DEQUANTIZED if loading.dequantize else 0.0)
 
 
 def graph_reference(graph: Any) -> Reference:

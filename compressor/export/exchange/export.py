@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 
 from compressor.capture.weights import folder_source
 from compressor.errors import UsageError
+from compressor.export.checkpoints.fewer_layers import lists_of
 from compressor.export.checkpoints.folder import FolderForm, plan_folder, write_folder
 from compressor.export.exchange.dense_form import PackedSite, dense_form, list_packed
 from compressor.formats.packing import dequantize_rows
@@ -138,10 +139,14 @@ class Export(ABC):
         def hole(site: PackedSite) -> Tensor:
             return torch.empty(site.packed.shape, dtype=source.read(site.stored.names[0]).dtype, device="meta")
 
-        found = plan_folder(dense_form(graph, hole), trust_remote_code)
-        form = ExportForm(self, found, tuple(site.parameter for site in kept))
-        if kept and (why := self.why_not_together(kept, form.linears())):
-            raise UsageError(f"{self.title} {why}; choose another export, or other formats")
+        dense = dense_form(graph, hole)
+        form = ExportForm(self, plan_folder(dense, trust_remote_code), tuple(site.parameter for site in kept))
+        if kept:
+            linears, named = form.linears(), _as_loaded(kept, dense)
+            if unknown := [site.module for site in named if site.module not in linears]:
+                raise UsageError(f"{unknown[0]}: {self.title} names modules, and the loader has none of this name")
+            if why := self.why_not_together(named, linears):
+                raise UsageError(f"{self.title} {why}; choose another export, or other formats")
         return form
 
     def _kept(self, sites: Sequence[PackedSite]) -> list[PackedSite]:
@@ -193,7 +198,7 @@ class ExportForm:
 
         dense = dense_form(graph, value)
         sites = [site for site in list_packed(graph) if site.parameter in self.packed]
-        more = self.export.configuration(sites, self.linears())
+        more = self.export.configuration(_as_loaded(sites, dense), self.linears()) if sites else {}
         sizes = write_folder(folder, dense, self.folder, packed, more)
         return Written({name: StoredSize(*size) for name, size in sizes.items()})
 
@@ -203,10 +208,19 @@ class ExportForm:
         from transformers import AutoConfig
 
         content = dict(self.folder.config)
-        architecture: Any = getattr(transformers, content["architectures"][0])
+        name = (content.get("architectures") or ["no class"])[0]
+        architecture: Any = getattr(transformers, name, None)
+        if architecture is None:
+            raise UsageError(f"{name} is not a class of transformers: names of its modules are not known")
         with torch.device("meta"):
             model = architecture(AutoConfig.for_model(**content))
         return [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
+
+
+def _as_loaded(sites: Sequence[PackedSite], dense: GraphModule) -> list[PackedSite]:
+    """Return sites under the names that their modules have in the folder: layers behind others that went move up."""
+    lists, _ = lists_of(dense)
+    return [replace(site, parameter=str(lists.renamed(site.parameter))) for site in sites]
 
 
 def _model_folder(graph: GraphModule) -> Path:

@@ -150,7 +150,10 @@ class CompressedTensors(Export):
             found.append("NVFP4: the tensor's scale is stored as its inverse, which rounds it once, by 2^-24 at most")
         loading = self.loading(sites)
         if loading.dequantize:
-            found.append("zero points: transformers 5.24 loads them with CompressedTensorsConfig(dequantize=True) only")
+            found.append(
+                "zero points: transformers 5.24 loads them with CompressedTensorsConfig(dequantize=True) only,"
+                " and rounds weights to float16"
+            )
         if loading.dtype == "bfloat16":
             found.append("config.json says bfloat16, the only type that the loader unpacks NVFP4 and MXFP4 to")
         merged: dict[str, set[Format]] = {}
