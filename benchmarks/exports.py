@@ -1,6 +1,6 @@
 """Exports of small models, loaded by their client: how far outputs are apart, equal greedy tokens, true bits a weight.
 
-    python benchmarks/exports.py models/reference [MORE FOLDERS] > benchmarks/results/exports.md
+    python benchmarks/exports.py models/reference [MORE FOLDERS] [--only gptq] > benchmarks/results/exports.md
 
 Weights are rounded to nearest, which calibrates nothing: what is measured is the export, not the quality of the codes.
 Each row is an export as `compress export` makes it: refused, or read again number by number, then loaded by its client.
@@ -25,14 +25,13 @@ from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
 from compressor.recipe.exports import make_export
 
-MIXED = "W8A16 + W4A16_G32"
+MIXED = "W8A16 + W4A16_G128"
 CASES = (
-    ("compressed-tensors", (), ("W4A16_G32", "W3A16_G32", "W4A16_ASYM_G32", "W8A16", "W8A8", "FP8_E4M3")),
-    ("compressed-tensors", (), ("FP8_E4M3_AFP8_E4M3", "NVFP4", "MXFP4", MIXED, "LUT4_G32")),
-    ("gptq", (), ("W4A16_G32", "W3A16_ASYM_G32", "W8A8")),
-    ("gptq", ("version=2",), ("W4A16_G32",)),
-    ("awq", (), ("W4A16_ASYM_G32",)),
-    ("safetensors", (), ("W4A16_G32", "LUT4_G32")),
+    ("compressed-tensors", (), ("W4A16_G128", "W8A8", "FP8_E4M3", "NVFP4", MIXED, "LUT4_G128")),
+    ("gptq", (), ("W4A16_G128", "W8A8")),
+    ("gptq", ("version=2",), ("W3A16_ASYM_G128",)),
+    ("awq", (), ("W4A16_ASYM_G128",)),
+    ("safetensors", (), ("LUT4_G128",)),
 )
 HEADINGS = ("model", "export", "format", "bits a weight", "folder, kB", "outputs differ by", "greedy tokens equal")
 
@@ -60,10 +59,12 @@ def exported(dense: GraphModule, name: str, options: tuple[str, ...], scheme: st
         return export_graph(graph, form, Path(folder), Path(folder))
 
 
-def rows(model: Path) -> Iterator[tuple[str, ...]]:
+def rows(model: Path, only: str) -> Iterator[tuple[str, ...]]:
     dense = capture(model)
     for name, options, schemes in CASES:
         for scheme in schemes:
+            if only not in f"{' '.join((name, *options))} {scheme}":
+                continue
             found = exported(dense, name, options, scheme)
             start = model.name, " ".join((name, *options)), scheme
             if isinstance(found, str):
@@ -80,11 +81,13 @@ def rows(model: Path) -> Iterator[tuple[str, ...]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="+", type=Path)
+    parser.add_argument("--only", default="", help="part of the export's name, its options and the format")
+    asked = parser.parse_args()
     programs = " and ".join(f"{name} {version(name)}" for name in ("transformers", "compressed-tensors"))
     print(f"# Exports\n\nMade by `benchmarks/exports.py`, on x86-64. Client: {programs}.\n")
     print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}")
-    for model in parser.parse_args().models:
-        for row in rows(model):
+    for model in asked.models:
+        for row in rows(model, asked.only):
             print(f"| {' | '.join(row)} |", flush=True)
 
 

@@ -127,8 +127,7 @@ def prepare(
         state = _origin(graph, recipe, lock.facts.get("gpu"))
     info: ModelInfo = graph.meta["model"]
     planned = plan_passes(graph, recipe, backend)
-    checkpoint = _planned_checkpoint(planned, recipe, source, clock)
-    plan_exports(recipe, planned.final, destination)
+    checkpoint = _planned_beside(planned, recipe, source, destination, clock)
     with clock.stage("text"):
         samples, data = load_data(recipe, info)
     _note_short_text(recipe, data, clock)
@@ -169,10 +168,11 @@ def _first_lock(recipe: Recipe, target: Target, source: Any, locked: Mapping[str
     return lock
 
 
-def _planned_checkpoint(
-    planned: PlannedPasses, recipe: Recipe, source: object, clock: Clock
+def _planned_beside(
+    planned: PlannedPasses, recipe: Recipe, source: object, destination: Path, clock: Clock
 ) -> PlannedCheckpoint | None:
-    """Plan the checkpoint that a recipe asks for, and say how it will be."""
+    """Check the exports that a recipe asks for, and plan its checkpoint, and say how that will be."""
+    plan_exports(recipe, planned.final, destination)
     checkpoint = plan_checkpoint(planned, recipe, source)
     if checkpoint is not None:
         clock.reporter.note(checkpoint.note)
