@@ -11,7 +11,6 @@ from compressor.formats.extras import ColumnBlocks, KeptOfGroup, SingleZeros
 from compressor.formats.format import Format
 from compressor.formats.packing import (
     STORED,
-    TILE_ROWS,
     PackedWeight,
     filled_up,
     kept_columns,
@@ -19,6 +18,7 @@ from compressor.formats.packing import (
     kept_places,
     unpack,
 )
+from compressor.formats.parts import TILE_ROWS
 from compressor.formats.planes import TwoPlanes
 from compressor.formats.weights import BitPlanes, Codebook, Integers
 

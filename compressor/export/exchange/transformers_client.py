@@ -32,7 +32,8 @@ def main() -> int:
         cls = AutoModelForCausalLM if kind == "decoder" else AutoModel
         more = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if loading["dequantize"] else {}
         dtype = getattr(torch, loading["dtype"])
-        model, told = cls.from_pretrained(folder, dtype=dtype, output_loading_info=True, **more)
+        loaded: Any = cls.from_pretrained(folder, dtype=dtype, output_loading_info=True, **more)
+        model, told = loaded
         wrong = {key: sorted(map(str, names)) for key, names in told.items() if names}
         send({"programs": _programs(), "wrong": wrong})
         for line in requests:

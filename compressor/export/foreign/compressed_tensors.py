@@ -2,7 +2,7 @@
 
 W2 to W8 with float activations, and W2 to W7 with rounded ones   pack-quantized
 W8A8                                                              int-quantized
-FP8_E4M3                                                          float-quantized
+FP8_E4M3, MXFP8_E4M3                                              float-quantized, mxfp8-quantized
 NVFP4, MXFP4                                                      nvfp4-pack-quantized, mxfp4-pack-quantized
 
 Layouts: :mod:`compressor.capture.checkpoints.compressed_tensors`, whose readers read the folder again.
@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compressor.capture.checkpoints.compressed_tensors.packed_integers import packed_tensors
@@ -32,6 +33,8 @@ from compressor.formats.format import Format
 
 _FP4 = {"E8M0": "mxfp4-pack-quantized", "E4M3": "nvfp4-pack-quantized"}
 _SCALE_TYPES = {"E8M0": "torch.uint8", "E4M3": "torch.float8_e4m3fn"}
+_BFLOAT16 = (*_FP4.values(), "mxfp8-quantized")
+"""Layouts that the loader unpacks to bfloat16, whatever type the model has."""
 _STRATEGIES = {"token": "token", "group": "group", "tensor": "tensor"}
 
 
@@ -56,12 +59,12 @@ class CompressedTensors(Export):
         if fmt.strategy == "block" and _layout(fmt) == "pack-quantized":
             return "has no blocks of rows for packed integers"
         act = fmt.activations
-        if act is not None and act.scale_type == "F32" and act.bits not in (4, 8):
+        if act is not None and act.bits not in (4, 8):
             return f"rounds activations to 4 or 8 bits, not to {act.bits}"
-        if act is not None and act.element is not None and act.element.name not in ("E4M3", "E2M1"):
+        if act is not None and act.element is not None and act.element.name != "E4M3":
             return f"has no activations {act.element.name}"
-        if act is not None and act.scale_type == "E4M3":
-            return "calibrates activations of NVFP4 in another way: take NVFP4 with float activations"
+        if act is not None and act.scale_type != "F32":
+            return f"scales activations of {act.numbers} by another rule: take float activations"
         return ""
 
     def encode(self, site: PackedSite) -> Mapping[str, Tensor]:
@@ -80,6 +83,8 @@ class CompressedTensors(Export):
             zeros = None if zeros is None else zeros[:: fmt.group_size]
         if layout == "pack-quantized":
             parts = packed_tensors(found.codes, scales, zeros, bits=fmt.bits)
+        elif layout == "mxfp8-quantized":
+            parts = float_tensors(found.codes, scales.view(torch.uint8))
         elif layout == "float-quantized":
             parts = float_tensors(found.codes, scales)
         else:
@@ -96,12 +101,12 @@ class CompressedTensors(Export):
         return nvfp4_values(packed, scale, divisor, group_size=16)
 
     def loading(self, sites: Sequence[PackedSite]) -> Loading:
-        """Ask for bfloat16 where there are packed floats, which the loader unpacks to that type alone.
+        """Ask for bfloat16 where there are floats that the loader unpacks to that type alone.
 
         Packed zero points are read at once or not at all (transformers 5.24 with compressed-tensors 0.20).
         """
         formats = [site.packed.format for site in sites]
-        floats = any(_layout(fmt) in _FP4.values() for fmt in formats)
+        floats = any(_layout(fmt) in _BFLOAT16 for fmt in formats)
         zeros = any(not fmt.symmetric and _layout(fmt) == "pack-quantized" for fmt in formats)
         return Loading("bfloat16" if floats else "float32", zeros)
 
@@ -155,7 +160,7 @@ class CompressedTensors(Export):
                 " and rounds weights to float16"
             )
         if loading.dtype == "bfloat16":
-            found.append("config.json says bfloat16, the only type that the loader unpacks NVFP4 and MXFP4 to")
+            found.append("config.json says bfloat16, the only type that the loader unpacks NVFP4, MXFP4 and MXFP8 to")
         merged: dict[str, set[Format]] = {}
         for site in sites:
             merged.setdefault(site.input, set()).add(site.packed.format)
@@ -170,7 +175,9 @@ def _layout(fmt: Format) -> str:
     if fmt.element is not None:
         if fmt.element.name == "E2M1":
             return _FP4.get(fmt.scale_type, "")
-        return "float-quantized" if fmt.element.name == "E4M3" and fmt.scale_type == "F16" else ""
+        return (
+            {"F16": "float-quantized", "E8M0": "mxfp8-quantized"}[fmt.scale_type] if fmt.element.name == "E4M3" else ""
+        )
     act = fmt.activations
     return "int-quantized" if fmt.bits == 8 and act is not None and act.element is None else "pack-quantized"
 
@@ -202,6 +209,4 @@ def _activations(act: Activations) -> dict[str, Any]:
     }
     if act.granularity == "group":
         found["group_size"] = act.group_size
-    if act.scale_type in _SCALE_TYPES:
-        found |= {"scale_dtype": _SCALE_TYPES[act.scale_type], "zp_dtype": _SCALE_TYPES[act.scale_type]}
     return found
