@@ -66,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-FLAGS = ("--locked", "--time-passes", "--probe", "--partial")
+FLAGS = ("--locked", "--time-passes", "--probe", "--partial", "--check")
 
 
 @st.composite
