@@ -281,4 +281,43 @@ def cache_prune(older_than: float, as_json: bool) -> None:
     emit(as_json, content, lambda: click.echo(f"removed {len(removed)} blocks, {content['removed_bytes']} bytes"))
 
 
-COMMANDS = (generate, serve, bench_command, inspect, compare, check, verify, sign, push, cache)
+@click.command("export")
+@click.argument("bundle", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE))
+@click.option("--to", required=True, metavar="NAME", help="compressed-tensors, gptq, ...: `compress list exports`.")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="New folder.")
+@click.option("--set", "options", multiple=True, metavar="KEY=VALUE", help="Option, see `compress show NAME`.")
+@click.option("--model", help="Folder or id of the model that BUNDLE was made from, in place of its recipe's.")
+@click.option(
+    "--check/--no-check",
+    default=None,
+    help="Load the folder in the program that it is for, and compare. [default: where that is installed]",
+)
+@json_option
+@reported
+def export_command(
+    bundle: Path,
+    to: str,
+    output: Path,
+    options: tuple[str, ...],
+    model: str | None,
+    check: bool | None,
+    as_json: bool,
+) -> None:
+    """Write BUNDLE as another program loads it; what that cannot hold exactly is refused by name.
+
+    The folder is read again and compared with the bundle, number by number, then loaded by the program itself.
+    """
+    from compressor.cli.progress import progress
+    from compressor.cli.show_run import show_exported
+    from compressor.host.modules import loading
+    from compressor.recipe.exports import make_export
+
+    with progress() as reporter:
+        with loading():
+            layout = make_export(to, options)
+            from compressor.export.exchange.job import export_bundle
+        done = export_bundle(bundle, layout, output, model, check, reporter)
+    emit(as_json, done.content(), lambda: show_exported(done.content()))
+
+
+COMMANDS = (export_command, generate, serve, bench_command, inspect, compare, check, verify, sign, push, cache)

@@ -311,7 +311,7 @@ def evaluate(path: Path, data: str, tokens: int | None, dense: str | None, threa
 
 
 @main.command("list")
-@click.argument("what", type=click.Choice(["passes", "formats", "targets", "recipes", "calibration"]))
+@click.argument("what", type=click.Choice(["passes", "formats", "targets", "exports", "recipes", "calibration"]))
 @json_option
 @reported
 def list_command(what: str, as_json: bool) -> None:
@@ -333,7 +333,7 @@ def list_command(what: str, as_json: bool) -> None:
 @json_option
 @reported
 def show(name: str, as_json: bool) -> None:
-    """Show a pass, format, target, recipe or calibration set in full."""
+    """Show a pass, format, target, export, recipe or calibration set in full."""
     from compressor.cli.catalogue import describe
 
     found = describe(name)

@@ -52,6 +52,8 @@ def show_outcome(outcome: Outcome, time_passes: bool) -> None:
     _show_site_notes(console, outcome.sites)
     for front in outcome.fronts:
         _show_front(console, front)
+    for exported in outcome.exports:
+        show_exported(exported)
     for remark in outcome.remarks:
         console.print(f"note: {remark}", highlight=False, markup=False)
     for note in outcome.notes:
@@ -196,6 +198,21 @@ def _print_table(console: Console, title: str, headings: Sequence[str], rows: Se
     for row in rows:
         table.add_row(*map(Text, row))
     console.print(table)
+
+
+def show_exported(content: Mapping[str, Any]) -> None:
+    """Say what was exported, its size, and how its client computes."""
+    size = f"{quantity('bytes', content['folder_bytes'])}, {content['bits_per_weight']:.3f} bits a weight"
+    checked = content["checked"]
+    lines = [f"{content['export']}: {content['to']}, {size}"]
+    if checked is None:
+        lines.append(content["not_checked"])
+    else:
+        programs = f"{' + '.join(checked['programs'])} in {checked['dtype']}"
+        tokens = f"; {checked['equal_tokens']} of {checked['tokens']} greedy tokens are equal" * bool(checked["tokens"])
+        lines.append(f"{programs}: outputs differ by {checked['difference']:.3g} of {checked['largest']:.3g}{tokens}")
+    for line in (*lines, *(f"note: {note}" for note in content["notes"])):
+        stdout_console().print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def show_batch(batch: Batch) -> None:

@@ -22,6 +22,7 @@ from compressor.errors import RecipeError
 from compressor.host.resources import nearest_shipped_model, resource
 from compressor.recipe.data_spec import DataSource, EvaluationSpec, Section, TextSpec
 from compressor.recipe.drafts import ExitSpec, SparseSpec, read_drafts
+from compressor.recipe.exports import build_exports
 from compressor.recipe.gates import CONTINUED, QUALITY, Gate
 from compressor.recipe.located_yaml import DEEPEST, KeyPath, Origin, Source, nearest
 from compressor.recipe.options import TargetSpec, build_passes, build_target, options_of, recipe_name
@@ -62,6 +63,8 @@ class Recipe(Section):
         output: folder of the bundle, relative to the current folder.
         checkpoint: folder (Hugging Face) or ``.pt2`` file (torch.export) for the model before the first pass that packs
             weights, relative to the current folder; None writes none.
+        exports: what is written for other programs beside the bundle
+            (:class:`compressor.recipe.exports.ExportSpec`).
         seed: of every random choice outside calibration.
     """
 
@@ -76,6 +79,7 @@ class Recipe(Section):
     gates: tuple[Gate, ...] = ()
     output: StrictStr | None = Field(default=None, min_length=1)
     checkpoint: StrictStr | None = Field(default=None, min_length=1)
+    exports: tuple[Any, ...] = ()
     seed: StrictInt = Field(default=0, ge=0, lt=2**63)
 
     _source: Source = PrivateAttr(default_factory=lambda: Source({}))
@@ -172,9 +176,9 @@ class Recipe(Section):
     def resolved(self) -> dict[str, Any]:
         """Return plain data after all defaults, for the manifest and the lock; :meth:`from_dict` reads it back.
 
-        ``output`` and ``checkpoint`` are left out: where things are written does not affect the bundle's content.
+        ``output``, ``checkpoint`` and ``exports`` are left out: what is written elsewhere does not affect the bundle.
         """
-        others = {"calibration", "evaluation", "passes", "gates", "target", "output", "checkpoint"}
+        others = {"calibration", "evaluation", "passes", "gates", "target", "output", "checkpoint", "exports"}
         plain = self.model_dump(mode="json", exclude=others)
         plain["calibration"] = self.calibration.resolved() if self.calibration is not None else None
         plain["evaluation"] = self.evaluation.resolved()
@@ -282,6 +286,8 @@ def _build(source: Source) -> Recipe:
         data["gates"] = _build_gates(source, problems)
     if data.get("target") is not None:
         data["target"] = build_target(source, problems)
+    if data.get("exports") is not None:
+        data["exports"] = build_exports(source, problems)
     _default_window(data)
     try:
         recipe = Recipe.model_validate(data)

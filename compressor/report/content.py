@@ -29,6 +29,7 @@ def outcome_content(outcome: Outcome) -> dict[str, Any]:
         "passes": list(outcome.stages),
         "schedules": list(outcome.schedules),
         "fronts": list(outcome.fronts),
+        "exports": list(outcome.exports),
         "checks": [dataclasses.asdict(check) for check in outcome_checks(outcome)],
         "predictions": {
             name: {"predicted": predicted, "measured": measured} for name, predicted, measured, _ in outcome.predictions

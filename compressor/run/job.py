@@ -24,6 +24,7 @@ from compressor.evaluate.gates import check_gates
 from compressor.evaluate.models import SIZES, bundle_quality
 from compressor.evaluate.quality import EvalResult, GraphLogits
 from compressor.executor.jobs import Executor, InProcess
+from compressor.export.exchange.beside import publishing_exports
 from compressor.export.facts import run_facts
 from compressor.export.manifest import finite, write_measurements
 from compressor.export.publish import (
@@ -154,6 +155,7 @@ def run_recipe(
         saved = (
             None if recipe.checkpoint is None else stack.enter_context(publishing_checkpoint(Path(recipe.checkpoint)))
         )
+        given.exports = stack.enter_context(publishing_exports(recipe, destination))
         return _run(given, destination, rejected, dump, saved)
 
 
@@ -206,6 +208,9 @@ def _compress(given: Prepared, dump: Path | None, saved: Path | None) -> tuple[G
         observers.append(_saver(given, saved))
     graph = Pipeline(given.recipe.passes, observers).run(given.take_graph(), given.context)
     given.context.notes += graph.meta.get("notes", [])
+    if given.exports.folders:
+        with given.clock.stage("exports"):
+            given.exports.write(graph, given.clock.reporter)
     add_sparse_drafts(given, graph)
     stack_experts(graph, Spill(cache_folder() / "spilled", "stacked experts"))
     with given.clock.stage("independence"):
@@ -295,6 +300,7 @@ def _judge(given: Prepared, destination: Path, partial: Path, measured: _Measure
         [*_reuse(context), *summary(backend.tried), *context.notes],
         backend.tried,
         [dataclasses.asdict(front) for front in context.fronts],
+        given.exports.done,
     )
 
 

@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-FLAGS = ("--locked", "--time-passes", "--probe", "--partial")
+FLAGS = ("--locked", "--time-passes", "--probe", "--partial", "--check")
 
 
 @st.composite
