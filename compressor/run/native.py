@@ -38,6 +38,7 @@ from compressor.verify.smoke import smoke_test
 
 if TYPE_CHECKING:
     from compressor.codegen.isa import Isa
+    from compressor.codegen.remote_tuning import RemoteSession
 
 _LINKING_BYTES = 32 * 10**6  # objects and library; those of 50 kernels take a tenth of it
 # Fitted to bundles: a library beside its kernels, a kernel, a node of the graph.
@@ -51,6 +52,9 @@ class NativeBackend:
     Args:
         threads: for tuning and for timing; None takes the physical cores.
     """
+
+    session: RemoteSession | None = None
+    """The device that kernels are timed on, in place of this machine."""
 
     def __init__(self, target: NativeTarget, threads: int | None = None) -> None:
         self._target, self._threads = target, threads
@@ -106,6 +110,7 @@ class NativeBackend:
                 threads=self._threads,
                 pinned=pinned,
                 dump=dump(isa),
+                device=self.session,
             )
             self._libraries.append(library)
             self.schedules |= library.schedules
@@ -175,9 +180,11 @@ class NativeBackend:
     def _check_library(self, folder: Path, isa: Isa) -> Check:
         """Run the kernels for one of several instruction sets."""
         if not self._target.executes(isa):
-            return Check(f"kernels for {isa.name}", None, "this machine lacks it: compiled, not executed")
+            where = "this machine" if self.session is None else self.session.name
+            return Check(f"kernels for {isa.name}", None, f"{where} lacks it: compiled, not executed")
         error = smoke_test(folder, self._threads, isa.name, self._target.launcher(isa)).error
-        how = "emulated" if self._target.launcher(isa) else "executed"
+        is_emulated = self._target.launcher(isa) if self.session is None else self.session.is_emulated
+        how = "emulated" if is_emulated else "executed"
         return Check(f"kernels for {isa.name}", True, f"{how}, relative error {error:.2g}")
 
 
