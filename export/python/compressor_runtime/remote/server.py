@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compressor_runtime.remote.kernels import die_with_parent
 from compressor_runtime.remote.session import register
 from compressor_runtime.vm import tvm_ffi
 
@@ -168,6 +169,7 @@ class _Server:
         if child == 0:
             with contextlib.suppress(BaseException):
                 os.setsid()
+                die_with_parent()
                 self._listening.close()
                 if self._tracker is not None:
                     self._tracker.forget()
