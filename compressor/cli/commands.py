@@ -315,7 +315,7 @@ def evaluate(path: Path, data: str, tokens: int | None, dense: str | None, threa
 
 
 @main.command("list")
-@click.argument("what", type=click.Choice(["passes", "formats", "targets", "recipes", "calibration"]))
+@click.argument("what", type=click.Choice(["passes", "formats", "targets", "recipes", "calibration", "devices"]))
 @json_option
 @reported
 def list_command(what: str, as_json: bool) -> None:

@@ -140,6 +140,16 @@ class RemoteTuner(Tuner):
         self._timed.append(kernel)
         return times
 
+    def fastest(self, kernel: str, space: Sequence[S], build: Any, operands: Any, estimate: Any) -> S:
+        """Return the fastest of ``space``, as far as the mode has them timed; under an emulator, nothing is."""
+        schedule = super().fastest(kernel, space, build, operands, estimate)
+        assert self.session is not None
+        if self.session.is_emulated and self._timed:
+            self.tried = []
+            note = f"schedules: candidates ran on {self.session.name}, whose times say nothing: the first that runs is taken"
+            self.notes += [] if note in self.notes else [note]
+        return schedule
+
     def best(self, times: Sequence[float | None]) -> int:
         """Return the index of the fastest; under an emulator, whose times say nothing, of the first that ran."""
         assert self.session is not None

@@ -16,6 +16,7 @@ from compressor.codegen.linker import find_linker, link_shared
 from compressor.codegen.neon import DOTPROD, I8MM, ISAS, NEON
 from compressor.errors import UsageError
 from compressor.host import emulation
+from compressor.host.devices import DeviceFigures, find_device, known_devices
 from compressor.host.remote.address import SCHEME, DeviceAddress
 from compressor.host.remote.client import device_facts
 from compressor.host.remote.launch import launcher
@@ -59,8 +60,13 @@ class Arm:
         Raises:
             UsageError: it is neither an address nor a name in the table, or the bundle is not for Linux.
         """
-        if self.device:
-            self.address()
+        if self.device and self.address() is None:
+            find_device(self.device)
+
+    def figures(self) -> DeviceFigures | None:
+        """Return the published figures of the device that is named, also as the key of an address; None without one."""
+        key = self.device.rpartition("/")[2]
+        return known_devices().get(key)
 
     def address(self) -> DeviceAddress | None:
         """Return where the device listens; None where none is asked for, or only foreseen."""
