@@ -61,4 +61,6 @@ def device_pack(folder: Path, machine: str, as_json: bool) -> None:
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, partial / name)
     command = "pip install numpy apache-tvm-ffi==0.1.14.post1 && python -m compressor_runtime.remote"
-    emit(as_json, {"folder": str(folder), "start": command}, lambda: click.echo(f"copy {folder} there; in it: {command}"))
+    emit(
+        as_json, {"folder": str(folder), "start": command}, lambda: click.echo(f"copy {folder} there; in it: {command}")
+    )

@@ -99,9 +99,8 @@ def _show_stages(console: Console, plan: Plan) -> None:
 
 
 def _show_roofline(console: Console, roofline: Roofline, where: str = "") -> None:
-    title = (
-        f"{where}{roofline.phase} of {roofline.tokens}: at best {roofline.ms:.3g} ms, {roofline.tokens_per_s:,.0f} tokens/s"
-    )
+    best = f"at best {roofline.ms:.3g} ms, {roofline.tokens_per_s:,.0f} tokens/s"
+    title = f"{where}{roofline.phase} of {roofline.tokens}: {best}"
     table = _table(
         title, ("layers", "count", "operations", "bytes", "operations a byte", "binds", "ms each"), ("layers",)
     )

@@ -146,7 +146,8 @@ class RemoteTuner(Tuner):
         assert self.session is not None
         if self.session.is_emulated and self._timed:
             self.tried = []
-            note = f"schedules: candidates ran on {self.session.name}, whose times say nothing: the first that runs is taken"
+            name = self.session.name
+            note = f"schedules: candidates ran on {name}, whose times say nothing: the first that runs is taken"
             self.notes += [] if note in self.notes else [note]
         return schedule
 

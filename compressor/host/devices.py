@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+
+import tomllib
 
 from compressor.errors import UsageError
 from compressor.host.resources import PACKAGE

@@ -128,7 +128,19 @@ def _command(guest: Path, cpu: str) -> list[str]:
            if (spec := importlib.util.find_spec(name)) is not None}  # fmt: skip
     path = os.pathsep.join([str(guest / "site"), *own])
     root = guest / "root"
-    emulator = [_qemu(), "-cpu", cpu, "-L", str(root), "-E", f"PYTHONPATH={path}", "-E", f"{EMULATED}={cpu}", "-U", "PYTHONHOME"]
+    emulator = [
+        _qemu(),
+        "-cpu",
+        cpu,
+        "-L",
+        str(root),
+        "-E",
+        f"PYTHONPATH={path}",
+        "-E",
+        f"{EMULATED}={cpu}",
+        "-U",
+        "PYTHONHOME",
+    ]
     return [*emulator, str(root / "usr" / "bin" / f"python{GUEST_PYTHON}")]
 
 

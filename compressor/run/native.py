@@ -79,6 +79,11 @@ class NativeBackend:
         """Whether speed here says something: an emulator's says nothing."""
         return not self.launcher
 
+    @property
+    def processes(self) -> int:
+        """Count the processes that check the kernels: one, and another for each library of several."""
+        return 1 + (1 + len(faster) if (faster := self._target.faster()) else 0)
+
     def check(self, graph: GraphModule) -> None:
         """Refuse operators without kernels, and formats that those of an instruction set do not read."""
         check_kernels_of(graph, (self.isa, *self._target.faster()))

@@ -46,7 +46,9 @@ class Server:
 
 
 @contextmanager
-def served(folder: Path, *options: str, key: str = "box", before: Sequence[str] = (), port: int = 0) -> Iterator[Server]:
+def served(
+    folder: Path, *options: str, key: str = "box", before: Sequence[str] = (), port: int = 0
+) -> Iterator[Server]:
     """Serve this machine."""
     command = [*before, *SERVE, "--port", str(port), "--key", key, "--folder", str(folder), *options]
     server = Server(command, key, {})

@@ -112,7 +112,9 @@ def compile_graph(
     else:
         threads = threads or available_cores()
         timed_on = tvm_target if runs_here and not is_emulated else None
-        tuner = Tuner(tune, threads, timed_on, f"{isa.name}|{cpu_name()}|{threads} threads", suffix=suffix, pinned=pinned)
+        tuner = Tuner(
+            tune, threads, timed_on, f"{isa.name}|{cpu_name()}|{threads} threads", suffix=suffix, pinned=pinned
+        )
     own = kernels(isa)
     lowered = lower_graph(graph, tvm_target, own, tuner, dump)
     with tvm_target, error_context("generate"):

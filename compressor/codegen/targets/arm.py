@@ -18,7 +18,7 @@ from compressor.errors import UsageError
 from compressor.host import emulation
 from compressor.host.devices import DeviceFigures, find_device, known_devices
 from compressor.host.remote.address import SCHEME, DeviceAddress
-from compressor.host.remote.client import device_facts
+from compressor.host.remote.client import ask_device, device_facts
 from compressor.host.remote.launch import launcher
 from compressor.host.wheels import tvm_runtime
 
@@ -132,9 +132,11 @@ class Arm:
         self.tvm_runtime()
         if (address := self.address()) is None:
             return
-        facts = device_facts(address)
+        facts = ask_device(address)
         if facts["machine"] != "aarch64":
-            raise UsageError(f"device {address} ({facts['name']}) is an {facts['machine']}, and kernels are for aarch64")
+            raise UsageError(
+                f"device {address} ({facts['name']}) is an {facts['machine']}, and kernels are for aarch64"
+            )
         if reason := self.why_not(self.resolve()):
             has = [name for name, isa in ISAS.items() if not lacking(isa.cpu_flags, facts["features"])]
             raise UsageError(

@@ -46,7 +46,7 @@ class Device:
     def __init__(self, address: DeviceAddress, *, wait_s: float = CONNECT_S, session_s: int = _SESSION_S) -> None:
         self.address = address
         self._functions: dict[str, Any] = {}
-        self._session: Any = _limited(lambda: _connect(address, wait_s, session_s), wait_s, address)
+        self._session: Any = _limited(lambda: _connect(address, wait_s, session_s), 2 * wait_s, address)
         try:
             self.facts: Mapping[str, Any] = self.ask("describe", limit_s=wait_s)
         except AttributeError as error:
@@ -86,8 +86,8 @@ class Device:
             free = f"; {self.facts['free_bytes'] / 1e6:.0f} MB were free" if hasattr(self, "facts") else ""
             if answer["errno"] in (errno.ENOMEM, *NO_ROOM):
                 raise ResourceError(
-                    f"device {self.address}: {answer['error']}{free}; free some there, or start its server with another "
-                    "--folder; what was timed is kept, and the same command goes on from there"
+                    f"device {self.address}: {answer['error']}{free}; free some there, or start its server with "
+                    "another --folder; what was timed is kept, and the same command goes on from there"
                 )
             raise CompressorError(f"device {self.address}: {answer['error']}")
         return answer
@@ -98,9 +98,8 @@ class Device:
         self._session = None
 
 
-@functools.cache
-def device_facts(address: DeviceAddress) -> Mapping[str, Any]:
-    """Return what a device says of itself, asked once in this process; see :class:`Device` for errors.
+def ask_device(address: DeviceAddress) -> Mapping[str, Any]:
+    """Ask a device what it is, in a session of its own; see :class:`Device` for errors.
 
     Raises:
         UsageError: its server is of another version.
@@ -109,10 +108,14 @@ def device_facts(address: DeviceAddress) -> Mapping[str, Any]:
     device.close()
     if device.facts.get("protocol") != PROTOCOL:
         raise UsageError(
-            f"device {address}: its server speaks version {device.facts.get('protocol')!r:.20} of the protocol, and this "
-            f"is {PROTOCOL}; start it there out of a bundle that this version made"
+            f"device {address}: its server speaks version {device.facts.get('protocol')!r:.20} of the protocol, and "
+            f"this is {PROTOCOL}; start it there out of a bundle that this version made"
         )
     return device.facts
+
+
+device_facts = functools.cache(ask_device)
+"""What a device said when this process asked it first."""
 
 
 def _limited(run: Callable[[], Any], limit_s: float, address: DeviceAddress) -> Any:
@@ -169,7 +172,8 @@ def _resolved(address: DeviceAddress, wait_s: float) -> tuple[str, int, str]:
                     return _from_tracker(asked, address)
     except OSError as error:
         raise LostDeviceError(
-            f"device {address}: {error.strerror or error}; check the address, and that `compress device serve` runs there"
+            f"device {address}: {error.strerror or error}; check the address, and that `compress device serve` runs "
+            "there"
         ) from error
     return address.host, address.port, address.key
 
@@ -186,7 +190,7 @@ def _from_tracker(tracker: socket.socket, address: DeviceAddress) -> tuple[str, 
         _, (host, port, key) = json.loads(data)
     except (OSError, ValueError, struct.error) as error:
         raise LostDeviceError(
-            f"device {address}: the tracker there has no free device of that key; start `compress device serve --tracker "
-            f"{address.host}:{address.port} --key {address.key}` on one, or wait"
+            f"device {address}: the tracker there has no free device of that key; start `compress device serve "
+            f"--tracker {address.host}:{address.port} --key {address.key}` on one, or wait"
         ) from error
     return str(host), int(port), str(key)

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compressor.errors import CompressorError
-from compressor.host.digests import file_sha256
 from compressor.host.remote.address import DeviceAddress
 from compressor.host.remote.client import Device
 from compressor.host.resources import PACKAGE, runtime_files
@@ -95,7 +94,10 @@ def _packages() -> bytes:
 
 
 def _digest(content: Path | bytes) -> str:
-    return hashlib.sha256(content).hexdigest() if isinstance(content, bytes) else file_sha256(content)
+    if isinstance(content, bytes):
+        return hashlib.sha256(content).hexdigest()
+    with content.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _send(device: Device, sha256: str, content: Path | bytes) -> None:

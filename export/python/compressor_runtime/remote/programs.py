@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, BinaryIO
-
-from compressor_runtime.remote.facts import EMULATED
 
 PYTHON = "COMPRESS_DEVICE_PYTHON"
 """Variable with the command, as a JSON list, that starts Python on this device; it is this Python, if left out."""
@@ -76,7 +74,7 @@ class Program:
             place.parent.mkdir(parents=True, exist_ok=True)
             os.link(files.path(sha256), place)
         arguments = [str(argument).replace("{folder}", str(root)) for argument in request["arguments"]]
-        path = os.pathsep.join([*(str(root / entry) for entry in request["path"]), *_own_path()])
+        path = os.pathsep.join([*(str(root / entry) for entry in request["path"]), os.environ.get("PYTHONPATH", "")])
         command = json.loads(os.environ.get(PYTHON, "null")) or [sys.executable]
         process = subprocess.Popen(
             [*command, *arguments],
@@ -101,10 +99,8 @@ class Program:
     def close(self) -> str:
         """Close the program's stdin."""
         if self._process.stdin is not None:
-            try:
+            with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
-            except BrokenPipeError:
-                pass
         return json.dumps({})
 
     def read(self, seconds: float) -> bytes:
@@ -122,13 +118,3 @@ class Program:
                 return tag.encode() + data
             self._open[tag] = None
         return b"n"
-
-    def end(self) -> None:
-        """Kill the program."""
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-
-
-def _own_path() -> list[str]:
-    """Return the folders that this process's own packages lie in, but for an emulator, which has a path of its own."""
-    return [] if os.environ.get(EMULATED) else [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)]

@@ -82,7 +82,9 @@ def serve(
     try:
         own = Path(tempfile.mkdtemp(prefix="compressor-device-", dir=place)).resolve()
     except OSError as error:
-        raise ServeError(f"{place}: no files can be made there: {error.strerror}; name another with --folder") from error
+        raise ServeError(
+            f"{place}: no files can be made there: {error.strerror}; name another with --folder"
+        ) from error
     try:
         with _listening(address) as listening:
             port = listening.getsockname()[1]
@@ -117,7 +119,9 @@ def _listening(address: Address) -> socket.socket:
         listening.bind(where)
         listening.listen(4)
     except OSError as error:
-        raise ServeError(f"{address}: cannot listen there: {error.strerror}; choose another --host or --port") from error
+        raise ServeError(
+            f"{address}: cannot listen there: {error.strerror}; choose another --host or --port"
+        ) from error
     return listening
 
 

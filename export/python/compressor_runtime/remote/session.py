@@ -1,6 +1,6 @@
 """Give one client its functions: they say what the device is, time kernels, keep files and run programs.
 
-Each takes and gives texts and bytes.  What goes wrong here (a full disk, a kernel that hangs) is an answer, not an error.
+Each takes and gives texts and bytes.  What goes wrong here (a full disk, a kernel that hangs) is an answer.
 """
 
 from __future__ import annotations
