@@ -17,7 +17,6 @@ import click
 
 from compressor.cli import signals
 from compressor.cli.bundles import COMMANDS
-from compressor.cli.devices import device
 from compressor.cli.invocation import (
     BUNDLE_OR_MODEL,
     Commands,
@@ -344,5 +343,5 @@ def show(name: str, as_json: bool) -> None:
     emit(as_json, found, lambda: click.echo(found["text"]))
 
 
-for _command in (*COMMANDS, device):
+for _command in COMMANDS:
     main.add_command(_command)

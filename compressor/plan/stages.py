@@ -172,12 +172,7 @@ def run_costs(graph: GraphModule, planned: PlannedPasses, recipe: Recipe, backen
     bundle_bytes = backend.estimate_bytes(final)
     work = _other_work(graph, final, tokens, bundle_bytes)
     if evaluation is not None and forward is not None:
-        scoring = Counter(scoring_work(evaluation.windows * evaluation.scored, info.vocab_size))
-        work["evaluate"] = Counter(forward.work) + scoring
-        if evaluation.steps:
-            step_costs = node_costs(graph, min(evaluation.continuations, TOGETHER), 1, NEW_TOKENS, rows=1).values()
-            amounts = eager_work(step_costs).items()
-            work["evaluate"] = Counter(work["evaluate"]) + Counter({unit: evaluation.steps * x for unit, x in amounts})
+        work["evaluate"] = _evaluation_work(graph, forward, evaluation)
     passes, again = _pass_work(planned.passes, learning)
     hidden = [one.hidden_bytes for one in (*learning, forward) if one is not None]
     sites = [site for step in planned.passes for site in step.sites]
@@ -230,6 +225,16 @@ def _other_work(graph: GraphModule, final: GraphModule, tokens: int, bundle_byte
     work["plan"], work["independence"] = plan_work(nodes), proof_work(nodes)
     work["write"] = Counter(write_work(bundle_bytes)) + Counter(_vectors(final, info))
     work["check"] = child_work(bundle_bytes)
+    return work
+
+
+def _evaluation_work(graph: GraphModule, forward: Streaming, evaluation: Evaluation) -> Work:
+    """Count the work of PyTorch's model in an evaluation, and of comparing the two."""
+    scoring = Counter(scoring_work(evaluation.windows * evaluation.scored, graph.meta["model"].vocab_size))
+    work = Counter(forward.work) + scoring
+    if evaluation.steps:
+        step_costs = node_costs(graph, min(evaluation.continuations, TOGETHER), 1, NEW_TOKENS, rows=1).values()
+        work += Counter({unit: evaluation.steps * x for unit, x in eager_work(step_costs).items()})
     return work
 
 
