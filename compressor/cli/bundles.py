@@ -1,4 +1,4 @@
-"""Commands on what lies on disk: bundles (generate, serve, bench, inspect, verify, sign), models, the cache; and on devices."""
+"""Commands on what lies on disk (bundles, models, the cache), and on devices that kernels run on."""
 
 from __future__ import annotations
 
