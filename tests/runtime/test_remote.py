@@ -17,6 +17,8 @@ from served_device import SERVE, served
 from compressor.errors import VerificationError
 from compressor.evaluate.models import BundleProcess
 from compressor.evaluate.speed import Worker
+from compressor.host.remote.address import DeviceAddress
+from compressor.host.remote.client import Device, LostDeviceError
 from compressor.host.remote.launch import launcher
 from compressor.verify.smoke import smoke_test
 
@@ -40,7 +42,9 @@ def test_a_bundle_is_checked_evaluated_and_timed_on_a_device(bundle_folder: Path
         code = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
         done = subprocess.run([*there, sys.executable, "-c", code], capture_output=True, check=False)
         assert done.returncode == -signal.SIGILL
-    assert not list(tmp_path.glob("*/session-*/*"))
+        device = Device(DeviceAddress.parse(server.address))  # the next client: what the others had is gone
+        assert not list(tmp_path.glob("*/session-*/*"))
+        device.close()
     done = subprocess.run([*there, sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "Connection refused; check the address" in done.stderr
 
@@ -70,9 +74,6 @@ def test_a_device_reports_to_a_tracker_and_is_found_there(tmp_path: Path) -> Non
     except ImportError:
         skip_or_fail("TVM's tracker needs tornado: pip install tornado")
     from tvm.rpc.tracker import Tracker
-
-    from compressor.host.remote.address import DeviceAddress
-    from compressor.host.remote.client import Device, LostDeviceError
 
     tracker = Tracker("127.0.0.1", 19190, 19290, silent=True)
     address = DeviceAddress("127.0.0.1", tracker.port, "box")

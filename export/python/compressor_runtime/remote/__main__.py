@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -20,6 +21,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="Where files go [the temporary folder].")
     parser.add_argument("--runtime", type=Path, help="TVM's run-time library [the one beside this package].")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that its files go
     try:
         tracker = None if given.tracker is None else Address.parse(given.tracker)
         serve(Address(given.host, given.port), given.key, tracker, given.folder, given.runtime)

@@ -172,6 +172,7 @@ class _Server:
         child = os.fork()
         if child == 0:
             with contextlib.suppress(BaseException):
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 os.setsid()
                 die_with_parent()
                 self._listening.close()
