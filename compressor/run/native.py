@@ -53,9 +53,6 @@ class NativeBackend:
         threads: for tuning and for timing; None takes the physical cores.
     """
 
-    session: RemoteSession | None = None
-    """The device that kernels are timed on, in place of this machine."""
-
     def __init__(self, target: NativeTarget, threads: int | None = None) -> None:
         self._target, self._threads = target, threads
         self._libraries: list[Library] = []
@@ -78,6 +75,11 @@ class NativeBackend:
     def timed(self) -> bool:
         """Whether speed here says something: an emulator's says nothing."""
         return not self.launcher
+
+    @property
+    def session(self) -> RemoteSession | None:
+        """Return the device that kernels are timed on, in place of this machine; None where there is none."""
+        return None
 
     @property
     def processes(self) -> int:
