@@ -1,8 +1,7 @@
-"""Commands on what lies on disk: bundles (generate, serve, bench, inspect, verify, sign), models, the cache."""
+"""Commands on what lies on disk: bundles and models."""
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,6 @@ from compressor.cli.invocation import (
     threads_option,
 )
 from compressor.errors import UsageError, VerificationError
-
-
-class _Days(click.FloatRange):
-    """At least 0, and a number: NaN is neither older nor younger than anything."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        days = float(super().convert(value, param, ctx))
-        if math.isnan(days):
-            self.fail(f"{value} is not a number of days", param, ctx)
-        return days
-
-
-DAYS = _Days(0)
 
 
 @click.command()
@@ -251,36 +237,6 @@ def check(model: Path, as_json: bool) -> None:
     emit(as_json, content, lambda: show_inspection(content))
 
 
-@click.group()
-def cache() -> None:
-    """Show or empty the cache of finished blocks, in COMPRESS_CACHE_DIR or the user's cache folder."""
-
-
-@cache.command("list")
-@json_option
-@reported
-def cache_list(as_json: bool) -> None:
-    """List the finished blocks, the most recently used first."""
-    from compressor.cli.catalogue import cached
-    from compressor.cli.show_run import show_inspection
-
-    content = cached()
-    emit(as_json, content, lambda: show_inspection(content))
-
-
-@cache.command("prune")
-@click.option("--older-than", type=DAYS, default=0.0, metavar="DAYS", help="Keep what was used since.")
-@json_option
-@reported
-def cache_prune(older_than: float, as_json: bool) -> None:
-    """Remove finished blocks, and what killed runs left; runs that use one keep it."""
-    from compressor.pipeline.segment_cache import SegmentCache
-
-    removed = SegmentCache().prune(older_than)
-    content = {"removed_blocks": len(removed), "removed_bytes": sum(entry.size_bytes for entry in removed)}
-    emit(as_json, content, lambda: click.echo(f"removed {len(removed)} blocks, {content['removed_bytes']} bytes"))
-
-
 @click.command("export")
 @click.argument("bundle", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE))
 @click.option("--to", required=True, metavar="NAME", help="compressed-tensors, gptq, ...: `compress list exports`.")
@@ -320,4 +276,4 @@ def export_command(
     emit(as_json, done.content(), lambda: show_exported(done.content()))
 
 
-COMMANDS = (export_command, generate, serve, bench_command, inspect, compare, check, verify, sign, push, cache)
+COMMANDS = (export_command, generate, serve, bench_command, inspect, compare, check, verify, sign, push)

@@ -64,6 +64,16 @@ def _calibration() -> dict[str, str]:
     return {path.stem: _first_sentence(path) for path in sorted(resource("calibration").glob("*.yaml"))}
 
 
+def _devices() -> dict[str, str]:
+    from compressor.host.devices import known_devices
+
+    return {
+        key: f"{one.name}: {one.read_bytes_per_s / 1e9:.1f} GB/s, {one.flop_per_s / 1e9:,.0f} GFLOP/s, "
+        f"{one.int8_ops_per_s / 1e9:,.0f} billion int8 operations/s"
+        for key, one in known_devices().items()
+    }
+
+
 _KINDS: Mapping[str, Callable[[], dict[str, str]]] = {
     "passes": _passes,
     "formats": _formats,
@@ -71,6 +81,7 @@ _KINDS: Mapping[str, Callable[[], dict[str, str]]] = {
     "exports": _exports,
     "recipes": _recipes,
     "calibration": _calibration,
+    "devices": _devices,
 }
 
 

@@ -178,8 +178,8 @@ def recipe_name(step: Any) -> str:
 
 
 def options_of(instance: Any) -> dict[str, Any]:
-    """Return all options of a pass or a target, defaults included, as plain data."""
-    fields = [field.name for field in dataclasses.fields(instance) if field.init]
+    """Return all options of a pass or a target that affect a bundle's content, defaults included, as plain data."""
+    fields = [f.name for f in dataclasses.fields(instance) if f.init and f.metadata.get("affects_content", True)]
     return {name: _plain(getattr(instance, name)) for name in fields}
 
 

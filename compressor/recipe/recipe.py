@@ -26,7 +26,7 @@ from compressor.recipe.exports import build_exports
 from compressor.recipe.gates import CONTINUED, QUALITY, Gate
 from compressor.recipe.located_yaml import DEEPEST, KeyPath, Origin, Source, nearest
 from compressor.recipe.options import TargetSpec, build_passes, build_target, options_of, recipe_name
-from compressor.recipe.overrides import apply_override, set_value
+from compressor.recipe.overrides import apply_override, set_device, set_value
 from compressor.recipe.sources import (
     SOUND_TABLES,
     expand_data,
@@ -195,6 +195,7 @@ def load_recipe(
     model: str | None = None,
     target: str | None = None,
     output: str | None = None,
+    device: str | None = None,
 ) -> Recipe:
     """Read a recipe file, or a shipped recipe by its name.
 
@@ -204,6 +205,7 @@ def load_recipe(
         path: a YAML file, or a name such as ``quickstart``.
         overrides: ``dotted.key=value`` each, as after ``--set``.
         model, target, output: values of the options of that name; relative paths refer to the current folder.
+        device: the target's option of that name.
     Raises:
         RecipeError: anything about it is wrong.
     """
@@ -220,6 +222,8 @@ def load_recipe(
             source.graft((name,), value, Source({}, {(): Origin(f"--{name}")}))
     for text in overrides:
         apply_override(source, text)
+    if device is not None:
+        set_device(source, device)
     expand_data(source)
     return _build(source)
 

@@ -35,6 +35,7 @@ class WasmBackend:
     isa = None  # nothing of what kernels do on the users' devices is foreseen
     timed = False
     launcher = ()
+    processes = 1
 
     def __init__(self, target: Wasm, _threads: int | None = None) -> None:
         self._target = target

@@ -47,6 +47,7 @@ class WebBackend:
     isa = None  # nothing of what kernels do on the users' devices is foreseen
     timed = False  # a software adapter says nothing of them either
     launcher = ()
+    processes = 1
 
     def __init__(self, target: Webgpu, _threads: int | None = None) -> None:
         self._target = target
