@@ -19,7 +19,7 @@ from compressor.registry import Registry
 
 def catalogue(kind: str) -> dict[str, str]:
     """Names of one kind, each with a line about it."""
-    return _KINDS[kind]()
+    return KINDS[kind]()
 
 
 def _passes() -> dict[str, str]:
@@ -74,7 +74,7 @@ def _devices() -> dict[str, str]:
     }
 
 
-_KINDS: Mapping[str, Callable[[], dict[str, str]]] = {
+KINDS: Mapping[str, Callable[[], dict[str, str]]] = {
     "passes": _passes,
     "formats": _formats,
     "targets": _targets,
@@ -127,7 +127,7 @@ def describe(name: str) -> dict[str, Any]:
             texts.append(write(name))
     if texts:
         return {"name": name, "kind": "format", "text": "\n\n".join(texts), **_format_facts(name)}
-    known = [known for kind in _KINDS for known in catalogue(kind)]
+    known = [known for kind in KINDS for known in catalogue(kind)]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
     raise UsageError(
         f"{name!r} is not a pass, format, target, export, recipe or calibration set; nearest: {', '.join(near)}"

@@ -17,6 +17,7 @@ import click
 
 from compressor.cli import signals
 from compressor.cli.bundles import COMMANDS
+from compressor.cli.catalogue import KINDS, catalogue, describe
 from compressor.cli.groups.cache import cache
 from compressor.cli.groups.device import device
 from compressor.cli.invocation import (
@@ -316,13 +317,11 @@ def evaluate(path: Path, data: str, tokens: int | None, dense: str | None, threa
 
 
 @main.command("list")
-@click.argument("what", type=click.Choice("passes formats targets exports recipes calibration devices".split()))
+@click.argument("what", type=click.Choice(list(KINDS)))
 @json_option
 @reported
 def list_command(what: str, as_json: bool) -> None:
     """List what there is of one kind, a line each."""
-    from compressor.cli.catalogue import catalogue
-
     entries = catalogue(what)
 
     def show() -> None:
@@ -339,8 +338,6 @@ def list_command(what: str, as_json: bool) -> None:
 @reported
 def show(name: str, as_json: bool) -> None:
     """Show a pass, format, target, export, recipe or calibration set in full."""
-    from compressor.cli.catalogue import describe
-
     found = describe(name)
     emit(as_json, found, lambda: click.echo(found["text"]))
 

@@ -63,8 +63,7 @@ class Recipe(Section):
         output: folder of the bundle, relative to the current folder.
         checkpoint: folder (Hugging Face) or ``.pt2`` file (torch.export) for the model before the first pass that packs
             weights, relative to the current folder; None writes none.
-        exports: what is written for other programs beside the bundle
-            (:class:`compressor.recipe.exports.ExportSpec`).
+        exports: what is written for other programs (:class:`compressor.recipe.exports.ExportSpec`).
         seed: of every random choice outside calibration.
     """
 
@@ -204,8 +203,7 @@ def load_recipe(
     Args:
         path: a YAML file, or a name such as ``quickstart``.
         overrides: ``dotted.key=value`` each, as after ``--set``.
-        model, target, output: values of the options of that name; relative paths refer to the current folder.
-        device: the target's option of that name.
+        model, target, output, device: values of these options; relative paths refer to the current folder.
     Raises:
         RecipeError: anything about it is wrong.
     """
@@ -286,12 +284,9 @@ def _build(source: Source) -> Recipe:
     data = dict(source.data)
     if "passes" in data:
         data["passes"] = build_passes(source, problems)
-    if data.get("gates") is not None:
-        data["gates"] = _build_gates(source, problems)
-    if data.get("target") is not None:
-        data["target"] = build_target(source, problems)
-    if data.get("exports") is not None:
-        data["exports"] = build_exports(source, problems)
+    for key, build in (("gates", _build_gates), ("target", build_target), ("exports", build_exports)):
+        if data.get(key) is not None:
+            data[key] = build(source, problems)
     _default_window(data)
     try:
         recipe = Recipe.model_validate(data)
