@@ -34,7 +34,7 @@ class GateError(CompressorError):
     """A failed gate of the recipe: the result is not as good as was asked for.
 
     Attributes:
-        outcome: the run's result nevertheless, a :class:`compressor.run.outcome.Outcome`.
+        outcome: the run's result nevertheless, a :class:`compressor.report.outcome.Outcome`.
     """
 
     exit_code: ClassVar[int] = 3
@@ -68,19 +68,20 @@ class ResourceError(CompressorError):
     exit_code: ClassVar[int] = 5
 
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the system's errors of a disk that is full."""
 
 
 def failed_write(error: OSError, message: str) -> CompressorError:
     """Return the error to raise for one of the system while writing; of its own class where there is no room."""
-    return (ResourceError if error.errno in _NO_ROOM else CompressorError)(message)
+    return (ResourceError if error.errno in NO_ROOM else CompressorError)(message)
 
 
 def exit_code(error: BaseException) -> int:
     """Return the exit code of a command that ends with an error."""
     if isinstance(error, KeyboardInterrupt):
         return int(getattr(error, "exit_code", 130))
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _NO_ROOM):
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in NO_ROOM):
         return ResourceError.exit_code
     return int(getattr(error, "exit_code", 1))
 

@@ -1,4 +1,4 @@
-"""Find passes and targets by the names that recipes use: files of this package, and entry points of others.
+"""Find passes, exports and targets by the names that recipes use: files of this package, and entry points of others.
 
 A name is a file's name in the registry's folder, or an entry point's in its group.  Nothing is imported before it is
 asked for, so that listing names is quick.  Sub-folders are not searched.
@@ -109,4 +109,7 @@ class Registry:
 
 
 PASSES = Registry("pass", "compressor.passes", "compressor.passes", base="compressor.pipeline.pipeline:Pass")
+EXPORTS = Registry(
+    "export", "compressor.export.foreign", "compressor.exports", base="compressor.export.exchange.export:Export"
+)
 TARGETS = Registry("target", "compressor.codegen.targets", "compressor.targets", method="resolve")

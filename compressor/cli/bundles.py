@@ -1,9 +1,7 @@
-"""Commands on what lies on disk: bundles (generate, serve, bench, inspect, verify, sign), models, the cache."""
+"""Commands on what lies on disk: bundles and models."""
 
 from __future__ import annotations
 
-import contextlib
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,20 +17,7 @@ from compressor.cli.invocation import (
     reported,
     threads_option,
 )
-from compressor.errors import VerificationError
-
-
-class _Days(click.FloatRange):
-    """At least 0, and a number: NaN is neither older nor younger than anything."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        days = float(super().convert(value, param, ctx))
-        if math.isnan(days):
-            self.fail(f"{value} is not a number of days", param, ctx)
-        return days
-
-
-DAYS = _Days(0)
+from compressor.errors import UsageError, VerificationError
 
 
 @click.command()
@@ -76,19 +61,37 @@ def generate(bundle: Path, prompt: str, threads: int | None, as_json: bool, **op
 @click.command()
 @click.argument("bundle", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE))
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes any free one.")
+@click.option("--host", help="Address to listen on [default: 127.0.0.1].")
+@click.option("--api-key", help="Key that clients must give [default: $COMPRESS_API_KEY].")
+@click.option("--batch", type=click.IntRange(1, 32), help="Requests at once [default: 8].")
+@click.option("--queue", type=click.IntRange(1), help="Requests that wait; more are refused with 429 [default: 64].")
+@click.option("--context", type=click.IntRange(1), help="Most tokens of a prompt with its continuation.")
+@click.option("--max-body", type=click.IntRange(1), help="Most bytes of a request [default: 2097152].")
+@click.option("--name", help="Name of the model [default: the manifest's].")
+@click.option("--pooling", type=click.Choice(["mean", "cls", "max"]), help="How an encoder makes one vector of a text.")
+@click.option(
+    "--grace-s", type=click.IntRange(0, 3600), help="Seconds that requests have to end at SIGTERM [default: 10]."
+)
+@threads_option
 @json_option
 @reported
-def serve(bundle: Path, port: int, as_json: bool) -> None:
-    """Serve BUNDLE, made for browsers, on this machine alone until interrupted."""
-    from compressor.cli.serve import HOST, make_server
+def serve(bundle: Path, port: int, threads: int | None, as_json: bool, **options: Any) -> None:
+    """Serve BUNDLE by OpenAI's API, or show it in a browser if it was made for one, until interrupted.
 
-    with make_server(bundle, port) as server:
-        url = f"http://{HOST}:{server.server_port}/"
+    Takes the extra `serve`; on 127.0.0.1 unless --host says otherwise.
+    """
+    from compressor.cli.serve import is_web, serve_api, serve_files
+
+    def announce(url: str) -> None:
         click.echo(f"{bundle}; Ctrl-C ends it", err=True)
         emit(as_json, {"url": url, "bundle": str(bundle)}, lambda: click.echo(url))
         sys.stdout.flush()
-        with contextlib.suppress(KeyboardInterrupt):  # how serving ends
-            server.serve_forever()
+
+    given = {name: value for name, value in options.items() if value is not None}
+    if is_web(bundle):
+        serve_files(bundle, port, {**given, **({} if threads is None else {"threads": threads})}, announce)
+    else:
+        serve_api(bundle, port, given, threads, announce)
 
 
 @click.command("bench")
@@ -145,6 +148,31 @@ def inspect(path: Path, as_json: bool) -> None:
 
 
 @click.command()
+@click.argument("bundles", nargs=-1, metavar="A B ...")
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write a page of one file here.")
+@json_option
+@reported
+def compare(bundles: tuple[str, ...], html: Path | None, as_json: bool) -> None:
+    """Lay bundles side by side: sizes, quality and speed with intervals, kernels, formats that differ.
+
+    Figures that do not compare with the first bundle's, for another text or machine, are marked.
+    """
+    from compressor.cli.show_run import show_bundles
+    from compressor.export.manifest import finite
+    from compressor.report.comparison import compare_bundles
+
+    comparison = compare_bundles(bundles)
+    if html is not None:
+        from compressor.report.content import write_file
+        from compressor.report.page.side_by_side import comparison_page
+
+        if html.is_dir():
+            raise UsageError(f"{html}: is a folder; name a file")
+        write_file(html, comparison_page(comparison).encode())
+    emit(as_json, finite(comparison.content()), lambda: show_bundles(comparison))
+
+
+@click.command()
 @click.argument("bundle", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE))
 @click.option(
     "--public-key", type=click.Path(path_type=Path), help="PEM of the ed25519 key that must have signed the bundle."
@@ -182,6 +210,21 @@ def sign(bundle: Path, key: Path, as_json: bool) -> None:
 
 
 @click.command()
+@click.argument("bundle", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE))
+@click.argument("repository", metavar="OWNER/NAME")
+@click.option("--private", is_flag=True, help="A repository that is made is seen by its owner alone.")
+@click.option("--replace", is_flag=True, help="Put the bundle in the place of files that the repository holds.")
+@json_option
+@reported
+def push(bundle: Path, repository: str, private: bool, replace: bool, as_json: bool) -> None:
+    """Push BUNDLE to a repository of the Hugging Face hub, as one commit, with its model card."""
+    from compressor.export.hub import push_bundle
+
+    url = push_bundle(bundle, repository, private=private, replace=replace)
+    emit(as_json, {"commit": url, "repository": repository}, lambda: click.echo(f"pushed: {url}"))
+
+
+@click.command()
 @click.argument("model", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE_OR_MODEL))
 @json_option
 @reported
@@ -194,34 +237,43 @@ def check(model: Path, as_json: bool) -> None:
     emit(as_json, content, lambda: show_inspection(content))
 
 
-@click.group()
-def cache() -> None:
-    """Show or empty the cache of finished blocks, in COMPRESS_CACHE_DIR or the user's cache folder."""
-
-
-@cache.command("list")
+@click.command("export")
+@click.argument("bundle", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE))
+@click.option("--to", required=True, metavar="NAME", help="compressed-tensors, gptq, ...: `compress list exports`.")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="New folder.")
+@click.option("--set", "options", multiple=True, metavar="KEY=VALUE", help="Option, see `compress show NAME`.")
+@click.option("--model", help="Folder or id of the model that BUNDLE was made from, in place of its recipe's.")
+@click.option(
+    "--check/--no-check",
+    default=None,
+    help="Load the folder in the program that it is for, and compare. [default: where that is installed]",
+)
 @json_option
 @reported
-def cache_list(as_json: bool) -> None:
-    """List the finished blocks, the most recently used first."""
-    from compressor.cli.catalogue import cached
-    from compressor.cli.show_run import show_inspection
+def export_command(
+    bundle: Path,
+    to: str,
+    output: Path,
+    options: tuple[str, ...],
+    model: str | None,
+    check: bool | None,
+    as_json: bool,
+) -> None:
+    """Write BUNDLE as another program loads it; what that cannot hold exactly is refused by name.
 
-    content = cached()
-    emit(as_json, content, lambda: show_inspection(content))
+    The folder is read again and compared with the bundle, number by number, then loaded by the program itself.
+    """
+    from compressor.cli.progress import progress
+    from compressor.cli.show_run import show_exported
+    from compressor.host.modules import loading
+    from compressor.recipe.exports import make_export
+
+    with progress() as reporter:
+        with loading():
+            layout = make_export(to, options)
+            from compressor.export.exchange.job import export_bundle
+        done = export_bundle(bundle, layout, output, model, check, reporter)
+    emit(as_json, done.content(), lambda: show_exported(done.content()))
 
 
-@cache.command("prune")
-@click.option("--older-than", type=DAYS, default=0.0, metavar="DAYS", help="Keep what was used since.")
-@json_option
-@reported
-def cache_prune(older_than: float, as_json: bool) -> None:
-    """Remove finished blocks, and what killed runs left; runs that use one keep it."""
-    from compressor.pipeline.segment_cache import SegmentCache
-
-    removed = SegmentCache().prune(older_than)
-    content = {"removed_blocks": len(removed), "removed_bytes": sum(entry.size_bytes for entry in removed)}
-    emit(as_json, content, lambda: click.echo(f"removed {len(removed)} blocks, {content['removed_bytes']} bytes"))
-
-
-COMMANDS = (generate, serve, bench_command, inspect, check, verify, sign, cache)
+COMMANDS = (export_command, generate, serve, bench_command, inspect, compare, check, verify, sign, push)

@@ -19,7 +19,7 @@ from compressor.registry import Registry
 
 def catalogue(kind: str) -> dict[str, str]:
     """Names of one kind, each with a line about it."""
-    return _KINDS[kind]()
+    return KINDS[kind]()
 
 
 def _passes() -> dict[str, str]:
@@ -50,6 +50,12 @@ def _targets() -> dict[str, str]:
     return {name: _summary(TARGETS, name) for name in TARGETS.names()}
 
 
+def _exports() -> dict[str, str]:
+    from compressor.registry import EXPORTS
+
+    return {name: _summary(EXPORTS, name) for name in EXPORTS.names()}
+
+
 def _recipes() -> dict[str, str]:
     return {path.stem: _first_sentence(path) for path in sorted(resource("recipes").glob("*.yaml"))}
 
@@ -58,12 +64,24 @@ def _calibration() -> dict[str, str]:
     return {path.stem: _first_sentence(path) for path in sorted(resource("calibration").glob("*.yaml"))}
 
 
-_KINDS: Mapping[str, Callable[[], dict[str, str]]] = {
+def _devices() -> dict[str, str]:
+    from compressor.host.devices import known_devices
+
+    return {
+        key: f"{one.name}: {one.read_bytes_per_s / 1e9:.1f} GB/s, {one.flop_per_s / 1e9:,.0f} GFLOP/s, "
+        f"{one.int8_ops_per_s / 1e9:,.0f} billion int8 operations/s"
+        for key, one in known_devices().items()
+    }
+
+
+KINDS: Mapping[str, Callable[[], dict[str, str]]] = {
     "passes": _passes,
     "formats": _formats,
     "targets": _targets,
+    "exports": _exports,
     "recipes": _recipes,
     "calibration": _calibration,
+    "devices": _devices,
 }
 
 
@@ -82,7 +100,7 @@ def cached() -> dict[str, Any]:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """Return name, kind and full text of a pass, format, target, recipe or calibration set, and its data.
+    """Return name, kind and full text of a pass, format, target, export, recipe or calibration set, and its data.
 
     Passes and targets have ``options``: their defaults as Python writes them, "required" where there is none.  Formats
     of weights have ``bits_per_weight``.
@@ -90,12 +108,14 @@ def describe(name: str) -> dict[str, Any]:
     Raises:
         UsageError: nothing has that name, and the nearest is named; or it is that of a format which cannot be.
     """
-    from compressor.registry import PASSES, TARGETS
+    from compressor.registry import EXPORTS, PASSES, TARGETS
 
     if name in PASSES.names():
         return _described(name, "pass", outline(PASSES, name))
     if name in TARGETS.names():
         return _described(name, "target", outline(TARGETS, name))
+    if (file := name.replace("-", "_")) in EXPORTS.names():
+        return _described(file, "export", outline(EXPORTS, file))
     for kind in ("recipes", "calibration"):
         path = resource(kind) / f"{name}.yaml"
         if path.name == f"{name}.yaml" and path.is_file():
@@ -107,9 +127,11 @@ def describe(name: str) -> dict[str, Any]:
             texts.append(write(name))
     if texts:
         return {"name": name, "kind": "format", "text": "\n\n".join(texts), **_format_facts(name)}
-    known = [known for kind in _KINDS for known in catalogue(kind)]
+    known = [known for kind in KINDS for known in catalogue(kind)]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
-    raise UsageError(f"{name!r} is not a pass, format, target, recipe or calibration set; nearest: {', '.join(near)}")
+    raise UsageError(
+        f"{name!r} is not a pass, format, target, export, recipe or calibration set; nearest: {', '.join(near)}"
+    )
 
 
 def _format_text(name: str) -> str:

@@ -17,6 +17,9 @@ import click
 
 from compressor.cli import signals
 from compressor.cli.bundles import COMMANDS
+from compressor.cli.catalogue import KINDS, catalogue, describe
+from compressor.cli.groups.cache import cache
+from compressor.cli.groups.device import device
 from compressor.cli.invocation import (
     BUNDLE_OR_MODEL,
     Commands,
@@ -38,6 +41,9 @@ _RECIPE_OPTIONS = (
     click.option("--model", help="Hugging Face folder or id, in place of the recipe's."),
     click.option("--target", help="Target, in place of the recipe's."),
     click.option("-o", "--output", help="Folder of the bundle."),
+    click.option(
+        "--device", metavar="DEVICE", help="Of the target arm: rpc://HOST:PORT/KEY to time and check there, or a name."
+    ),
     click.option(
         "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, e.g. passes.gptq.group_size=64."
     ),
@@ -311,13 +317,11 @@ def evaluate(path: Path, data: str, tokens: int | None, dense: str | None, threa
 
 
 @main.command("list")
-@click.argument("what", type=click.Choice(["passes", "formats", "targets", "recipes", "calibration"]))
+@click.argument("what", type=click.Choice(list(KINDS)))
 @json_option
 @reported
 def list_command(what: str, as_json: bool) -> None:
     """List what there is of one kind, a line each."""
-    from compressor.cli.catalogue import catalogue
-
     entries = catalogue(what)
 
     def show() -> None:
@@ -333,12 +337,10 @@ def list_command(what: str, as_json: bool) -> None:
 @json_option
 @reported
 def show(name: str, as_json: bool) -> None:
-    """Show a pass, format, target, recipe or calibration set in full."""
-    from compressor.cli.catalogue import describe
-
+    """Show a pass, format, target, export, recipe or calibration set in full."""
     found = describe(name)
     emit(as_json, found, lambda: click.echo(found["text"]))
 
 
-for _command in COMMANDS:
+for _command in (*COMMANDS, cache, device):
     main.add_command(_command)

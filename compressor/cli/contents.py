@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compressor.errors import CompressorError, UsageError
+from compressor.report.sites import totals
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -75,19 +76,6 @@ def _inspect_bundle(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _totals(sites: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what the linears of each format take together, as they are in the end."""
-    totals: dict[str, dict[str, Any]] = {}
-    dense = {site["site"]: site["bytes_before"] for site in reversed(sites)}  # before the first pass that changed it
-    for site in {site["site"]: site for site in sites}.values():
-        name = site["format"] or "dense"
-        row = totals.setdefault(name, {"format": name, "linears": 0, "bytes_before": 0, "bytes_after": 0})
-        row["linears"] += 1
-        row["bytes_before"] += dense[site["site"]]
-        row["bytes_after"] += site["bytes_after"]
-    return list(totals.values())
-
-
 def _contents(manifest: Mapping[str, Any]) -> dict[str, Any]:
     model = manifest["model"]
     generates = manifest["kind"] in ("decoder", "seq2seq")
@@ -106,7 +94,7 @@ def _contents(manifest: Mapping[str, Any]) -> dict[str, Any]:
         "entries": list(manifest.get("entries", ["main"])),
         **{key: model[key] for key in ("speculate", "skips", "lossy") if key in model},
         **{key: list(manifest[key]) for key in ("cpu_features", "engines", "cuda_capabilities") if key in manifest},
-        "formats": _totals(manifest["sites"]),
+        "formats": totals(manifest["sites"]),
         "sites": [{key: site[key] for key in keys} for site in manifest["sites"]],
         "kernels": [{key: k[key] for key in _OF_KERNELS if key in k} for k in manifest["kernels"]],
     }

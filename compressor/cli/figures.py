@@ -1,4 +1,4 @@
-"""Format figures and their names, and make the console that results go to."""
+"""Draw points as text, and make the console that results go to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from rich.console import Console
 
 _NARROWEST = 72
 """Columns; in a narrower terminal lines are wrapped, which is easier to read than columns of three letters."""
-_UNITS = {"_per_s": "/s", "_ms": ", ms", "_s": ", s"}
 
 
 def stdout_console() -> Console:
@@ -17,38 +16,6 @@ def stdout_console() -> Console:
     if not sys.stdout.isatty():
         return Console(width=200)
     return Console(width=max(_NARROWEST, Console().width))
-
-
-def label(key: str) -> str:
-    """Write the name of a figure, as in the JSON output, for people."""
-    for ending, unit in _UNITS.items():
-        if key.endswith(ending):
-            return key.removesuffix(ending).replace("_", " ") + unit
-    return key.replace("_", " ")
-
-
-def quantity(key: str, value: object) -> str:
-    """Write the figure of that name: bytes with a unit, thousands with commas, no exponent where digits will do."""
-    if value is None:
-        return ""
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    if key.endswith(("bytes", "bytes_per_token", "bytes_before", "bytes_after")):
-        return figure(value, "bytes")
-    return f"{value:,.0f}" if isinstance(value, int) or 1e5 <= abs(value) < 1e15 else f"{value:.6g}"
-
-
-def figure(value: float, form: str) -> str:
-    """Write a number as text: bytes and operations ("ops") with a unit, anything else by its format."""
-    if form not in ("bytes", "ops"):
-        return form.format(value)
-    unit = "B" if form == "bytes" else ""
-    for prefix, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if value >= size and not (form == "bytes" and prefix == "T"):
-            return f"{value / size:.2f} {prefix}{unit}"
-    return f"{value:.0f} {unit}".rstrip()
 
 
 def plot(points: Sequence[tuple[float, float, str]], columns: int = 60, rows: int = 12) -> list[str]:

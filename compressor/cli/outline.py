@@ -124,6 +124,8 @@ def _is_meant(node: ast.ClassDef, wanted: str, registry: Registry) -> bool:
 def _shown(value: ast.expr | None) -> str:
     if value is None:
         return "required"
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "field":  # of dataclasses, with more than a default
+        value = next(word.value for word in value.keywords if word.arg == "default")
     try:
         return repr(ast.literal_eval(value))
     except ValueError:

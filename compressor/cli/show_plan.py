@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from compressor.cli.figures import figure, label, stdout_console
+from compressor.cli.figures import stdout_console
+from compressor.report.figures import figure, label
 
 if TYPE_CHECKING:
     from compressor.pipeline.site_plan import SitePlan
@@ -23,8 +24,10 @@ def show_plan(plan: Plan) -> None:
     for step in plan.passes:
         _show_pass(console, step)
     _show_stages(console, plan)
-    for roofline in plan.rooflines:
+    for roofline in () if plan.device else plan.rooflines:
         _show_roofline(console, roofline)
+    for roofline in plan.device_rooflines:
+        _show_roofline(console, roofline, f"{plan.device}, modelled on published figures: ")
     written = ", ".join(
         f"{_bytes(need)} of {_bytes(free)} free at {place}" for place, (need, free) in plan.disk.items()
     )
@@ -96,10 +99,9 @@ def _show_stages(console: Console, plan: Plan) -> None:
     console.print(table)
 
 
-def _show_roofline(console: Console, roofline: Roofline) -> None:
-    title = (
-        f"{roofline.phase} of {roofline.tokens}: at best {roofline.ms:.3g} ms, {roofline.tokens_per_s:,.0f} tokens/s"
-    )
+def _show_roofline(console: Console, roofline: Roofline, where: str = "") -> None:
+    best = f"at best {roofline.ms:.3g} ms, {roofline.tokens_per_s:,.0f} tokens/s"
+    title = f"{where}{roofline.phase} of {roofline.tokens}: {best}"
     table = _table(
         title, ("layers", "count", "operations", "bytes", "operations a byte", "binds", "ms each"), ("layers",)
     )

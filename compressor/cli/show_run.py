@@ -7,33 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from compressor.cli.figures import figure, label, plot, quantity, stdout_console
+from compressor.cli.figures import plot, stdout_console
 from compressor.evaluate.timing import CONFIDENCE
+from compressor.report.figures import COMPARED, STATED, figure, label, quantity, ratio
 
 if TYPE_CHECKING:
     from compressor.export.batch import Batch
+    from compressor.report.comparison import Comparison
+    from compressor.report.outcome import Outcome
     from compressor.run.automatic.choice import Tried
-    from compressor.run.outcome import Outcome
     from compressor.run.tune import Imported
 
 
 _NAMED = 2
 """Linears of a note that are named; the others are counted."""
-_ROWS = (
-    ("perplexity", "perplexity", "{:.3f}"),
-    ("accuracy", "accuracy", "{:.2%}"),
-    ("word error rate", "word_error_rate", "{:.2%}"),
-    ("character error rate", "character_error_rate", "{:.2%}"),
-    ("repeated 4-grams", "repetition", "{:.2%}"),
-    ("weights", "weight_bytes", "bytes"),
-    ("keys and values a token", "cache_bytes_per_token", "bytes"),
-    ("prefill, tokens/s", "prefill_tokens_per_s", "{:,.0f}"),
-    ("decode, tokens/s", "decode_tokens_per_s", "{:,.1f}"),
-    ("first token, ms", "first_token_ms", "{:,.1f}"),
-    ("latency, ms", "latency_ms", "{:,.2f}"),
-    ("peak memory", "peak_rss_bytes", "bytes"),
-)
 
 
 def show_outcome(outcome: Outcome, time_passes: bool) -> None:
@@ -42,30 +31,13 @@ def show_outcome(outcome: Outcome, time_passes: bool) -> None:
     table = Table(title=str(outcome.bundle))
     for heading in ("", "dense", "compressed", "ratio"):
         table.add_column(heading, justify="left" if not heading else "right")
-    for name, key, form in _ROWS:
+    for name, key, form in COMPARED:
         dense, ours = metrics.get(f"dense_{key}"), metrics.get(key)
         if ours is None:
             continue
-        table.add_row(name, "" if dense is None else figure(dense, form), figure(ours, form), _ratio(ours, dense))
+        table.add_row(name, "" if dense is None else figure(dense, form), figure(ours, form), ratio(ours, dense))
     console.print(table)
-    for name, key, form in (
-        ("perplexity increase", "perplexity_increase", "{:+.2%}"),
-        ("accuracy lost, points", "accuracy_drop", "{:.2%}"),
-        ("word errors more, points", "word_error_increase", "{:+.2%}"),
-        ("character errors more, points", "character_error_increase", "{:+.2%}"),
-        ("top-1 agreement", "top1_agreement", "{:.2%}"),
-        ("continuations as dense", "continuation_agreement", "{:.2%}"),
-        ("KL divergence", "kl_divergence", "{:.4f} nats"),
-        ("drafts are lossy, tolerance", "tolerance", "{:g}"),
-        ("lossy texts as without tolerance", "lossless_agreement", "{:.2%}"),
-        ("perplexity of lossy texts", "lossy_perplexity", "{:.3f}"),
-        ("perplexity without tolerance", "lossless_perplexity", "{:.3f}"),
-        ("cosine of embeddings, mean", "embedding_cosine", "{:.5f}"),
-        ("cosine of embeddings, least", "embedding_cosine_min", "{:.5f}"),
-        ("bundle", "bundle_bytes", "bytes"),
-        ("bytes read per token", "bytes_per_token", "bytes"),
-        ("of the memory bandwidth", "bandwidth_fraction", "{:.0%}"),
-    ):
+    for name, key, form in STATED:
         if key in metrics:
             ends = metrics.get(f"{key}_interval")
             between = f" ({figure(ends[0], form)} to {figure(ends[1], form)} at 95% confidence)" if ends else ""
@@ -80,6 +52,8 @@ def show_outcome(outcome: Outcome, time_passes: bool) -> None:
     _show_site_notes(console, outcome.sites)
     for front in outcome.fronts:
         _show_front(console, front)
+    for exported in outcome.exports:
+        show_exported(exported)
     for remark in outcome.remarks:
         console.print(f"note: {remark}", highlight=False, markup=False)
     for note in outcome.notes:
@@ -126,14 +100,6 @@ def _show_front(console: Console, front: Mapping[str, Any]) -> None:
             built = ", built" if one["chosen"] else ""
             text = f"  {one['cost']:.5g}{front['unit']} ({one['cost'] / front['whole']:.2f}): {one['score']:.4g}"
             console.print(f"{text} ± {one['error']:.2g}{built}", highlight=False, markup=False)
-
-
-def _ratio(ours: float, dense: float | None) -> str:
-    """Write a ratio in two decimals, a small one in two digits; nothing where there is nothing to compare with."""
-    if not dense:
-        return ""
-    ratio = ours / dense
-    return f"{ratio:.2f}x" if ratio >= 0.1 else f"{ratio:.2g}x"
 
 
 def _show_certainty(console: Console, metrics: Mapping[str, Any]) -> None:
@@ -203,6 +169,50 @@ def show_inspection(content: Mapping[str, Any]) -> None:
             for row in rows:
                 table.add_row(*(quantity(key, value) for key, value in row.items()))
             console.print(table)
+
+
+def show_bundles(comparison: Comparison) -> None:
+    """Show bundles side by side, then what does not compare and formats that differ."""
+    from compressor.report.comparison import evidence
+
+    console, names = stdout_console(), comparison.labels
+    kernels = [", ".join(f"{count} {how}" for how, count in evidence(one).items()) for one in comparison.bundles]
+    rows = [(row.name, *(cell.shown(row.form) for cell in row.cells)) for row in comparison.rows]
+    _print_table(console, "", ["", *names], [*rows, ("kernels", *kernels)])
+    for reason in comparison.reasons():
+        console.print(f"* not comparable: {reason}", highlight=False, markup=False)
+    console.print(f"{comparison.alike} linears have the same format in all", highlight=False, markup=False)
+    differing = [
+        (f"{site} ({count})" if count > 1 else site, *(fmt or "no such linear" for fmt in formats))
+        for site, count, formats in comparison.formats
+    ]
+    if differing:
+        _print_table(console, "formats that differ", ["linear", *names], differing)
+
+
+def _print_table(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print cells as they are: names are somebody else's."""
+    table = Table(title=title or None, title_justify="left")
+    for number, heading in enumerate(headings):
+        table.add_column(Text(heading), justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
+
+
+def show_exported(content: Mapping[str, Any]) -> None:
+    """Say what was exported, its size, and how its client computes."""
+    size = f"{quantity('bytes', content['folder_bytes'])}, {content['bits_per_weight']:.3f} bits a weight"
+    checked = content["checked"]
+    lines = [f"{content['export']}: {content['to']}, {size}"]
+    if checked is None:
+        lines.append(content["not_checked"])
+    else:
+        programs = f"{' + '.join(checked['programs'])} in {checked['dtype']}"
+        tokens = f"; {checked['equal_tokens']} of {checked['tokens']} greedy tokens are equal" * bool(checked["tokens"])
+        lines.append(f"{programs}: outputs differ by {checked['difference']:.3g} of {checked['largest']:.3g}{tokens}")
+    for line in (*lines, *(f"note: {note}" for note in content["notes"])):
+        stdout_console().print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def show_batch(batch: Batch) -> None:

@@ -89,6 +89,7 @@ class Backend(Protocol):
         timed: their speed here says something about the machines that the bundle is for.
         launcher: what stands before the command of a process that runs the kernels: nothing, an emulator, or a command
             that runs its arguments on a device.
+        processes: that check the kernels.
         schedules: the chosen schedules by kernel, for the lock.
         tried: for each kernel that was timed, what was tried and what won.
         notes: what the user should know.
@@ -98,6 +99,7 @@ class Backend(Protocol):
     runs_here: bool
     timed: bool
     launcher: Sequence[str]
+    processes: int
     schedules: Mapping[str, Mapping[str, Any]]
     tried: Sequence[Mapping[str, Any]]
     notes: Sequence[str]

@@ -134,25 +134,44 @@ class Tuner:
         known: Any = self.database.entries.get(key)
         is_new = not _usable(known, len(candidates), len(space))
         if is_new:
-            configure_threads(self.threads)
-            copies = self._copies(operands)
-            times = [time_kernel(build(schedule), self.target, copies) for schedule in candidates]
-            best = min(range(len(times)), key=times.__getitem__)
+            times = self.seconds(kernel, candidates, build, operands)
+            best = self.best(times)
             known = {
                 "index": best,
                 "tried": len(candidates),
                 "schedule": fields_of(candidates[best]),
-                "microseconds": [round(t * 1e6, 2) for t in times],
+                "microseconds": [None if t is None else round(t * 1e6, 2) for t in self.told(times)],
             }
             self._keep(key, known)
-        index, times = int(known["index"]), known.get("microseconds")
+        index, kept = int(known["index"]), known.get("microseconds")
         timed = [
             {**fields_of(schedule), "microseconds": time_us}
-            for schedule, time_us in zip(space, times if isinstance(times, list) else (), strict=False)
+            for schedule, time_us in zip(space, kept if isinstance(kept, list) else (), strict=False)
         ]
         entry = {"kernel": kernel + self.suffix, "timed_now": is_new, "candidates": timed, "won": index}
         self.tried.append(entry)
         return space[index]
+
+    def seconds(
+        self,
+        kernel: str,
+        candidates: Sequence[S],
+        build: Callable[[S], tvm.tirx.PrimFunc],
+        operands: Callable[[], Sequence[NDArray[Any]]],
+    ) -> list[float | None]:
+        """Return the seconds of a call of each candidate on this machine; None of one that did not run."""
+        assert self.target is not None
+        configure_threads(self.threads)
+        copies = self._copies(operands)
+        return [time_kernel(build(schedule), self.target, copies) for schedule in candidates]
+
+    def best(self, times: Sequence[float | None]) -> int:
+        """Return the index of the fastest that ran."""
+        return min((i for i, t in enumerate(times) if t is not None), key=lambda i: times[i] or 0.0)
+
+    def told(self, times: Sequence[float | None]) -> Sequence[float | None]:
+        """Return the times that are kept and shown."""
+        return times
 
     def _keep(self, key: str, entry: Mapping[str, Any]) -> None:
         try:

@@ -16,6 +16,7 @@ from compressor.evaluate.gates import decided, timing_of
 from compressor.evaluate.speed import Worker, summary
 from compressor.evaluate.timing import CONFIDENCE, Timing, collect, record
 from compressor.graph.model import ModelInfo
+from compressor.host.machine import cpu_name
 from compressor.recipe.gates import Gate
 
 LOOKS = (7, 14, 28)
@@ -128,7 +129,7 @@ def _measure(worker: Callable[[Path], Worker], bundle: Path, dense: Path | None,
     if any(gate.metric == "load_s" for gate in gates):
         found |= _repeat_loading(lambda: worker(bundle), metrics["load_s"], gates)
         metrics["load_s"] = found["load_s"].median
-    return Speed({**metrics, "timings": record(found)}, found)
+    return Speed({**metrics, "cpu": cpu_name(), "timings": record(found)}, found)
 
 
 def _repeat_loading(worker: Callable[[], Worker], first: float, gates: Sequence[Gate]) -> dict[str, Timing]:

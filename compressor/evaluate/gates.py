@@ -91,6 +91,7 @@ class GateResult:
             "metric": self.gate.metric,
             "expected": str(self.gate),
             "measured": self.measured,
+            "found": self.found,
             "passed": self.passed,
         }
         if self.gate.relative:

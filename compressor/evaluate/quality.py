@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from compressor.calibration.segment_runner import SegmentRunner, run_outputs
 from compressor.data.images import Images
 from compressor.errors import UsageError
-from compressor.evaluate.mean import Mean
+from compressor.evaluate.mean import BlockMean, Mean
 from compressor.graph.caches import empty_past
 from compressor.graph.kinds.draft_heads import without_heads
 from compressor.graph.kinds.encoder_decoder import source_inputs
@@ -58,7 +58,8 @@ class EvalResult:
         continuations, continuation_tokens: number of prompts, and of tokens that continue each.
         tokens, texts, images, sounds: number of scored tokens, texts, images or sounds.
         window, stride: size and stride of the sliding window, in tokens.
-        intervals: of figures that are means over tokens or images, 95% confidence, as if these were independent.
+        intervals: of figures that are means, 95% confidence: over tokens by bootstrap over blocks of text
+            (:class:`compressor.evaluate.mean.BlockMean`), over images as if these were independent.
     """
 
     perplexity: float | None = None
@@ -127,7 +128,7 @@ class TokenScores:
     """
 
     def __init__(self) -> None:
-        self._loss, self._dense_loss, self._increase, self._divergence, self._agreed = (Mean() for _ in range(5))
+        self._loss, self._dense_loss, self._increase, self._divergence, self._agreed = (BlockMean() for _ in range(5))
 
     def add(self, targets: Tensor, logits: Tensor, dense: Tensor | None) -> None:
         """Count the predictions of some tokens.

@@ -11,7 +11,7 @@ from compressor.codegen.backend import Written
 from compressor.export.facts import BundleFacts
 from compressor.export.manifest import listing, with_total
 from compressor.export.publish import explaining_failed_writes
-from compressor.export.tokenizer import write_tokenizer
+from compressor.export.tokenizer import write_chat_template, write_tokenizer
 from compressor.version import installed_versions
 
 
@@ -26,6 +26,8 @@ def write_bundle(folder: Path, written: Written, facts: BundleFacts) -> dict[str
             read = facts.model.get("encoder_source") or {}
             frames, size = read.get("blank_id") is not None, facts.model.get("vocab_size", 0)
             write_tokenizer(facts.tokenizer, folder / "tokenizer.json", size, frames)
+            if written.fields.get("format") == "compressor bundle":  # what serves chats reads it
+                write_chat_template(facts.tokenizer, folder / "chat_template.json")
         if facts.preprocessor is not None:
             shutil.copyfile(facts.preprocessor, folder / facts.preprocessor.name)
         if facts.lock is not None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule
 
-from compressor.errors import CompressorError
+from compressor.data.embedding_texts import read_pooling
+from compressor.errors import CompressorError, UsageError
 from compressor.formats.cache import cache_bytes_per_token
 from compressor.graph.kinds.draft_heads import without_heads
 from compressor.graph.kinds.encoder_decoder import encoder_nodes
@@ -56,7 +57,7 @@ def run_facts(
     """Gather the facts about a run: what its passes did to the graph, and to which model."""
     info: ModelInfo = graph.meta["model"]
     return BundleFacts(
-        model=model_facts(graph) | ({} if recipe.drafts is None else {"speculate": recipe.drafts}),
+        model=model_facts(graph) | ({} if recipe.drafts is None else {"speculate": recipe.drafts}) | _pooling(info),
         recipe=recipe.resolved(),
         sites=[dataclasses.asdict(record) for record in context.records],
         dense_weight_bytes=dense_weight_bytes,
@@ -65,6 +66,16 @@ def run_facts(
         preprocessor=_preprocessor(info),
         lock=lock,
     )
+
+
+def _pooling(info: ModelInfo) -> dict[str, str]:
+    """Return how an encoder's hidden states become an embedding, if that is known here."""
+    if info.kind != "encoder" or info.source is None:
+        return {}
+    try:
+        return {"pooling": read_pooling(info.source)}
+    except UsageError:  # servers of the bundle ask for it
+        return {}
 
 
 def _preprocessor(info: ModelInfo) -> Path | None:

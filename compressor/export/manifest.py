@@ -17,8 +17,10 @@ from compressor.errors import failed_write
 from compressor.host.cache import replace_file
 
 MEASUREMENTS = "measurements.json"
-UNLISTED = ("manifest.json", "manifest.json.sig", MEASUREMENTS)
-"""Files that stand outside the manifest: itself, what is made from it, and what differs from run to run."""
+CARD, REPORT = "README.md", "report.html"
+UNLISTED = ("manifest.json", "manifest.json.sig", MEASUREMENTS, CARD, REPORT)
+"""Files that stand outside the manifest: itself, what is made from it, and measured figures, which differ from run to
+run, as data and for people."""
 
 
 def write_measurements(bundle: Path, measurements: Mapping[str, Any]) -> None:
@@ -30,7 +32,7 @@ def write_measurements(bundle: Path, measurements: Mapping[str, Any]) -> None:
 
 
 def listing(folder: Path, known: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return size, SHA-256 (taken from ``known`` where it has one) and pieces of every file in ``folder``."""
+    """Return size, SHA-256 (taken from ``known`` where it has one) and pieces of every file that a manifest lists."""
     from compressor_runtime.check import PIECE_BYTES, sha256
     from compressor_runtime.cpu import available_cores
 
@@ -38,6 +40,8 @@ def listing(folder: Path, known: Mapping[str, str]) -> dict[str, dict[str, Any]]
     with ThreadPoolExecutor(available_cores()) as pool:
         for file in (file for file in folder.rglob("*") if file.is_file()):
             name, size_bytes = file.relative_to(folder).as_posix(), file.stat().st_size
+            if name in UNLISTED:
+                continue
             listing[name] = {"bytes": size_bytes, "sha256": known.get(name) or sha256(file)}
             if size_bytes > PIECE_BYTES:
                 starts = range(0, size_bytes, PIECE_BYTES)
@@ -47,7 +51,7 @@ def listing(folder: Path, known: Mapping[str, str]) -> dict[str, dict[str, Any]]
 
 
 def with_total(manifest: dict[str, Any]) -> bytes:
-    """Return the manifest as JSON with ``bundle_bytes``: all files and the manifest itself, without measurements."""
+    """Return the manifest as JSON with ``bundle_bytes``: all files that it lists, and itself."""
     files_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
     text, total = b"", -1
     while total != files_bytes + len(text):  # the number is part of the text that it counts

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from compressor.data.tokenizer import frames_tokenizer
 from compressor.errors import CompressorError
+from compressor.host.json_files import read_object
 
 
 def write_tokenizer(source: Path, file: Path, vocab_size: int, frames: bool = False) -> None:
@@ -43,3 +46,24 @@ def write_tokenizer(source: Path, file: Path, vocab_size: int, frames: bool = Fa
             f"{source}: the tokenizer makes ids up to {largest}, the model knows {vocab_size}; "
             "give the tokenizer that belongs to this model"
         )
+
+
+def write_chat_template(source: Path, file: Path) -> None:
+    """Write a model folder's chat template with the special tokens that it may name, if there is one.
+
+    Raises:
+        CaptureError: tokenizer_config.json cannot be read.
+    """
+    settings = source / "tokenizer_config.json"
+    known = read_object(settings) if settings.is_file() else {}
+    template: Any = known.get("chat_template")
+    if isinstance(template, list):  # several by name
+        template = next((one.get("template") for one in template if one.get("name") == "default"), None)
+    if (source / "chat_template.jinja").is_file():  # transformers takes this one before the other
+        template = (source / "chat_template.jinja").read_text(encoding="utf-8")
+    if not isinstance(template, str):
+        return
+    named = {name: known[name] for name in sorted(known) if name.endswith("_token")}
+    tokens = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
+    content = {"template": template, "special_tokens": {n: t for n, t in tokens.items() if isinstance(t, str)}}
+    file.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")

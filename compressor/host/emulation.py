@@ -25,6 +25,9 @@ from compressor.host.wheels import GUEST_PACKAGES, GUEST_PYTHON, fetch, settle
 _SUITE, _MIRROR = "bookworm", "http://deb.debian.org/debian"  # of the Python that wheels are pinned for
 _DEBIAN_PACKAGES = (f"python{GUEST_PYTHON}-minimal", f"libpython{GUEST_PYTHON}-stdlib", "libstdc++6")
 _KEYRINGS = ("debian-archive-keyring.pgp", "debian-archive-keyring.gpg")
+EMULATED = "COMPRESS_EMULATED_CPU"
+"""Variable that tells an emulated process its processor, as compressor_runtime.remote.facts reads it: this module is
+also run by Pythons that lack what that package imports."""
 _APT = """\
 Dir::State "{state}"; Dir::State::status "{state}/status"; Dir::State::lists "{state}/lists";
 Dir::Cache "{state}/cache"; Dir::Etc "{state}/etc"; Dir::Etc::parts "{state}/etc/apt.conf.d";
@@ -125,7 +128,19 @@ def _command(guest: Path, cpu: str) -> list[str]:
            if (spec := importlib.util.find_spec(name)) is not None}  # fmt: skip
     path = os.pathsep.join([str(guest / "site"), *own])
     root = guest / "root"
-    emulator = [_qemu(), "-cpu", cpu, "-L", str(root), "-E", f"PYTHONPATH={path}", "-U", "PYTHONHOME"]
+    emulator = [
+        _qemu(),
+        "-cpu",
+        cpu,
+        "-L",
+        str(root),
+        "-E",
+        f"PYTHONPATH={path}",
+        "-E",
+        f"{EMULATED}={cpu}",
+        "-U",
+        "PYTHONHOME",
+    ]
     return [*emulator, str(root / "usr" / "bin" / f"python{GUEST_PYTHON}")]
 
 

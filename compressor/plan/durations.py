@@ -50,6 +50,8 @@ _PAUSE_S = 0.25  # before each
 _CHILD_TURNS = 8e6  # a process that loads a bundle, beside its imports
 _PLAN_NODE_TURNS = 1.4e5  # planning, a node
 _PROOF_NODE_TURNS = 8e4  # batch independence, a node
+_EMULATED_START_TURNS = 1.15e8  # QEMU: imports of a bundle's process, and the translation of what it runs
+_EMULATED_FLOP_TURNS = 0.06  # and an operation of its kernels
 _SCORING_PASSES = 300  # of float64 logits of both models: exponentials and sums take as long as so much traffic
 
 
@@ -190,6 +192,11 @@ def bundle_seconds(roofline: Roofline, calls: int) -> float:
     """One run of the bundle in a phase of which the bound is known, with so many calls of kernels."""
     bound_ms = sum(layer.count * layer.ms * _BELOW_PEAK[layer.binds] for layer in roofline.layers)
     return calls * _CALL_S + bound_ms / 1e3
+
+
+def emulated_work(flops: float) -> Work:
+    """Return the work of a process under QEMU that loads a bundle and computes with it."""
+    return {"python": _EMULATED_START_TURNS + _EMULATED_FLOP_TURNS * flops}
 
 
 def scoring_work(tokens: int, vocabulary: int) -> Work:

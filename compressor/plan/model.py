@@ -63,7 +63,9 @@ class Plan:
         disk: by folder, bytes that the run writes and that are free; folders on one disk share both.
         stages: seconds by stage.
         seconds: of all of them, from the command to its end.
-        rooflines: bounds on the bundle's speed.
+        rooflines: bounds on the bundle's speed on this machine.
+        device, device_rooflines: the device that was asked for, and bounds on the bundle's speed there, modelled on
+            published figures; empty without one.
         notes: what the user should know.
         advice: settings that would make a run fit that does not.
     """
@@ -87,6 +89,8 @@ class Plan:
     rooflines: tuple[Roofline, ...]
     notes: tuple[str, ...]
     advice: tuple[str, ...] = ()
+    device: str = ""
+    device_rooflines: tuple[Roofline, ...] = ()
 
     @property
     def disk_bytes(self) -> int:

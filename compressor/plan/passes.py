@@ -135,7 +135,7 @@ def _check_self_drafts(recipe: Recipe, backend: Backend) -> None:
     reason = ""
     if recipe.calibration is None or recipe.calibration.sequence_length < _LEAST_TOKENS:
         reason = f"they are chosen on calibration text; add `calibration:`, samples of {_LEAST_TOKENS} tokens or more"
-    elif not backend.runs_here or not backend.timed:
+    elif not backend.runs_here or not backend.timed or backend.launcher:
         reason = "they are chosen by times, and this machine does not run the kernels by itself"
     if reason:
         raise recipe.problem(("speculate",), f"self: drafts leave parts of the model out; {reason}")

@@ -19,6 +19,7 @@ from compressor.codegen.backend import Backend, make_backend
 from compressor.errors import GateError, ResourceError
 from compressor.graph.model import ModelInfo, weight_bytes
 from compressor.host.cache import cache_folder
+from compressor.host.devices import DeviceFigures
 from compressor.host.machine import available_memory, free_disk
 from compressor.plan.checkpoint import PlannedCheckpoint, plan_checkpoint
 from compressor.plan.durations import estimate, slower_prompts
@@ -26,7 +27,7 @@ from compressor.plan.memory import needed, peak
 from compressor.plan.model import Plan
 from compressor.plan.passes import PlannedPasses, mark_entries, plan_passes
 from compressor.plan.prices import Prices, machine_prices
-from compressor.plan.roofline import rooflines
+from compressor.plan.roofline import device_rooflines, rooflines
 from compressor.plan.stages import Costs, run_costs
 from compressor.progress import Reporter
 from compressor.recipe.gates import Gate
@@ -101,10 +102,12 @@ def plan_graph(
     bounds = rooflines(final, here) if costs.isa is not None else []
     seconds = costs.seconds(here, bounds, spill=spill, dense_speed=dense_speed)
     info: ModelInfo = graph.meta["model"]
+    target = recipe.target.build()
+    device: DeviceFigures | None = target.figures() if hasattr(target, "figures") else None
     plan = Plan(
         model=info.name,
         architecture=info.architecture,
-        target=recipe.target.build().resolve().name,
+        target=target.resolve().name,
         passes=passes,
         dense_weight_bytes=weight_bytes(graph),
         weight_bytes=weight_bytes(final),
@@ -119,6 +122,8 @@ def plan_graph(
         stages={stage: estimate(value, here) for stage, value in seconds.items()},
         seconds=estimate(sum(seconds.values()), here),
         rooflines=tuple(bounds),
+        device="" if device is None else device.name,
+        device_rooflines=() if device is None else tuple(device_rooflines(final, here, device)),
         notes=tuple(_notes(planned, costs, recipe.target.name, spill, dense_speed, checkpoint)),
     )
     return dataclasses.replace(plan, advice=_advice(plan, graph, recipe, backend, here)) if _short(plan) else plan

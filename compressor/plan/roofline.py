@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch.fx import GraphModule, Node
@@ -21,6 +21,7 @@ from compressor.graph.costs import NodeCost, node_costs
 from compressor.graph.kinds.encoder_decoder import encoder_nodes
 from compressor.graph.model import ModelInfo, clone_graph
 from compressor.graph.segments import segments
+from compressor.host.devices import DeviceFigures
 from compressor.host.machine import cache_bytes
 from compressor.plan.prices import Prices
 
@@ -86,6 +87,14 @@ def rooflines(graph: GraphModule, prices: Prices) -> list[Roofline]:
     if info.kind == "encoder":
         return [_phase(graph, prices, "forward", prompt, 0)]
     return [_phase(graph, prices, "prefill", prompt, 0), _phase(graph, prices, "decode", 1, prompt)]
+
+
+def device_rooflines(graph: GraphModule, prices: Prices, device: DeviceFigures) -> list[Roofline]:
+    """Return the phases of :func:`rooflines` on another device, by its published figures.
+
+    Weights are read from its memory, however small the model: bandwidths of caches are not published.
+    """
+    return rooflines(graph, replace(prices, cpu=device.name, seconds={**prices.seconds, **device.seconds}))
 
 
 def bound_ms(graph: GraphModule, prices: Prices) -> float:

@@ -20,6 +20,7 @@ from compressor.plan.durations import (
     capture_work,
     child_work,
     compile_seconds,
+    emulated_work,
     linear_kernels,
     lowered_nodes,
     plan_work,
@@ -82,6 +83,7 @@ class Costs:
         evaluation: None where nothing is evaluated.
         runs_here: whether this machine executes the kernels, and what that costs is known.
         times_dense: whether the dense model would be timed.
+        emulated: what an emulator does in the checks, and to evaluate; None where kernels run by themselves.
         bundle_bytes, cache_bytes, spilled_bytes: on disk: the bundle, weights in the cache (packed ones, and dense ones
             of a quantised checkpoint), hidden states.
     """
@@ -95,6 +97,7 @@ class Costs:
     evaluation: Evaluation | None
     runs_here: bool
     times_dense: bool
+    emulated: tuple[Work, Work] | None
     bundle_bytes: int
     cache_bytes: int
     spilled_bytes: int
@@ -122,6 +125,12 @@ class Costs:
             seconds["compile"] = compile_seconds(final, prices, self.tune, self.isa)
         seconds["write"] = prices.cost(self.work["write"])
         if not self.runs_here:
+            return seconds
+        if self.emulated is not None:
+            check, evaluate = map(prices.cost, self.emulated)
+            seconds["check"] = check
+            if self.evaluation is not None:
+                seconds["evaluate"] = evaluate + prices.cost(self.work["evaluate"])
             return seconds
         child = prices.seconds["import_bundle"] + prices.cost(self.work["check"])
         seconds["check"] = child
@@ -163,12 +172,7 @@ def run_costs(graph: GraphModule, planned: PlannedPasses, recipe: Recipe, backen
     bundle_bytes = backend.estimate_bytes(final)
     work = _other_work(graph, final, tokens, bundle_bytes)
     if evaluation is not None and forward is not None:
-        scoring = Counter(scoring_work(evaluation.windows * evaluation.scored, info.vocab_size))
-        work["evaluate"] = Counter(forward.work) + scoring
-        if evaluation.steps:
-            step_costs = node_costs(graph, min(evaluation.continuations, TOGETHER), 1, NEW_TOKENS, rows=1).values()
-            amounts = eager_work(step_costs).items()
-            work["evaluate"] = Counter(work["evaluate"]) + Counter({unit: evaluation.steps * x for unit, x in amounts})
+        work["evaluate"] = _evaluation_work(graph, forward, evaluation)
     passes, again = _pass_work(planned.passes, learning)
     hidden = [one.hidden_bytes for one in (*learning, forward) if one is not None]
     sites = [site for step in planned.passes for site in step.sites]
@@ -199,7 +203,12 @@ def run_costs(graph: GraphModule, planned: PlannedPasses, recipe: Recipe, backen
         isa=isa,
         evaluation=evaluation,
         runs_here=runs_here,
-        times_dense=runs_here and info.source is not None and info.kind != "module" and not info.unpacked_bytes,
+        emulated=_emulated(final, backend, evaluation),
+        times_dense=runs_here
+        and not backend.launcher
+        and info.source is not None
+        and info.kind != "module"
+        and not info.unpacked_bytes,
         bundle_bytes=bundle_bytes,
         cache_bytes=sum(site.bytes_after for site in sites if site.format) + info.unpacked_bytes,
         spilled_bytes=max(hidden, default=0),
@@ -217,6 +226,32 @@ def _other_work(graph: GraphModule, final: GraphModule, tokens: int, bundle_byte
     work["write"] = Counter(write_work(bundle_bytes)) + Counter(_vectors(final, info))
     work["check"] = child_work(bundle_bytes)
     return work
+
+
+def _evaluation_work(graph: GraphModule, forward: Streaming, evaluation: Evaluation) -> Work:
+    """Count the work of PyTorch's model in an evaluation, and of comparing the two."""
+    scoring = Counter(scoring_work(evaluation.windows * evaluation.scored, graph.meta["model"].vocab_size))
+    work = Counter(forward.work) + scoring
+    if evaluation.steps:
+        step_costs = node_costs(graph, min(evaluation.continuations, TOGETHER), 1, NEW_TOKENS, rows=1).values()
+        work += Counter({unit: evaluation.steps * x for unit, x in eager_work(step_costs).items()})
+    return work
+
+
+def _emulated(final: GraphModule, backend: Backend, evaluation: Evaluation | None) -> tuple[Work, Work] | None:
+    """Return the work of an emulator in the checks and for the evaluation; None where there is none."""
+    if not backend.launcher or backend.timed:
+        return None
+    info: ModelInfo = final.meta["model"]
+    module = info.kind == "module"
+    length = min(_CHECKED_TOKENS, info.max_positions or _CHECKED_TOKENS)
+    costs = node_costs(final, 1, 1) if module else node_costs(final, _CHECKED_RUNS, length)
+    flops = sum(cost.flops for cost in costs.values())
+    check = {unit: backend.processes * amount for unit, amount in emulated_work(flops).items()}
+    if evaluation is None:
+        return check, emulated_work(0.0)
+    tokens = evaluation.windows * evaluation.window + evaluation.steps * min(evaluation.continuations, TOGETHER)
+    return check, emulated_work(flops / (_CHECKED_RUNS * length) * tokens)
 
 
 def _pass_work(

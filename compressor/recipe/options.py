@@ -79,7 +79,7 @@ def _build_pass(source: Source, path: KeyPath, options: Any) -> Any:
     name = str(path[-1])
     if name not in PASSES.names():
         raise source.error(path[:-1], f"no pass is called {name!r:.80}; {nearest(name, PASSES.names())}")
-    return _instance(source, path, PASSES.find, options, lambda kind: kind.scheme_format)
+    return instance(source, path, PASSES.find, options, lambda kind: kind.scheme_format)
 
 
 def build_target(source: Source, problems: list[str]) -> TargetSpec | None:
@@ -102,26 +102,27 @@ def build_target(source: Source, problems: list[str]) -> TargetSpec | None:
     else:
         try:
             if options not in (None, {}):
-                _instance(source, (*path, name), TARGETS.find, options)
+                instance(source, (*path, name), TARGETS.find, options)
             return TargetSpec(name, tuple((options or {}).items()))
         except RecipeError as error:
             problems.append(str(error))
     return None
 
 
-def _instance(
+def instance(
     source: Source,
     path: KeyPath,
     find_class: Callable[[str], type[Any]],
     options: Any,
     find_schemes: Callable[[Any], Any] = lambda _kind: Format,
+    name: str | None = None,
 ) -> Any:
-    """Return the dataclass called ``path[-1]``, with the options as its fields.
+    """Return the dataclass called ``name`` (None: ``path[-1]``), with the options as its fields.
 
     Args:
         find_schemes: returns the class that parses the names under an option ``scheme``.
     """
-    name = str(path[-1])
+    name = str(path[-1]) if name is None else name
     if not isinstance(options, dict):
         raise source.error(path, f"expected a mapping of options; found {options!r:.80}")
     try:
@@ -177,8 +178,8 @@ def recipe_name(step: Any) -> str:
 
 
 def options_of(instance: Any) -> dict[str, Any]:
-    """Return all options of a pass or a target, defaults included, as plain data."""
-    fields = [field.name for field in dataclasses.fields(instance) if field.init]
+    """Return all options of a pass or a target that affect a bundle's content, defaults included, as plain data."""
+    fields = [f.name for f in dataclasses.fields(instance) if f.init and f.metadata.get("affects_content", True)]
     return {name: _plain(getattr(instance, name)) for name in fields}
 
 

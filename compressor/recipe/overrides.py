@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -86,3 +87,10 @@ def _name(step: Any) -> str | None:
     if isinstance(step, dict) and len(step) == 1:
         return str(next(iter(step)))
     return None
+
+
+def set_device(source: Source, device: str) -> None:
+    """Put ``--device`` among the options of the recipe's target, which says whether it has devices."""
+    target = source.data.get("target")
+    name = next(iter(target), None) if isinstance(target, dict) else target or "x86"
+    set_value(source, ["target", str(name), "device"], json.dumps(device), Origin("--device", 0, Path()))

@@ -22,10 +22,11 @@ from compressor.errors import RecipeError
 from compressor.host.resources import nearest_shipped_model, resource
 from compressor.recipe.data_spec import DataSource, EvaluationSpec, Section, TextSpec
 from compressor.recipe.drafts import ExitSpec, SparseSpec, read_drafts
+from compressor.recipe.exports import build_exports
 from compressor.recipe.gates import CONTINUED, QUALITY, Gate
 from compressor.recipe.located_yaml import DEEPEST, KeyPath, Origin, Source, nearest
 from compressor.recipe.options import TargetSpec, build_passes, build_target, options_of, recipe_name
-from compressor.recipe.overrides import apply_override, set_value
+from compressor.recipe.overrides import apply_override, set_device, set_value
 from compressor.recipe.sources import (
     SOUND_TABLES,
     expand_data,
@@ -62,6 +63,7 @@ class Recipe(Section):
         output: folder of the bundle, relative to the current folder.
         checkpoint: folder (Hugging Face) or ``.pt2`` file (torch.export) for the model before the first pass that packs
             weights, relative to the current folder; None writes none.
+        exports: what is written for other programs (:class:`compressor.recipe.exports.ExportSpec`).
         seed: of every random choice outside calibration.
     """
 
@@ -76,6 +78,7 @@ class Recipe(Section):
     gates: tuple[Gate, ...] = ()
     output: StrictStr | None = Field(default=None, min_length=1)
     checkpoint: StrictStr | None = Field(default=None, min_length=1)
+    exports: tuple[Any, ...] = ()
     seed: StrictInt = Field(default=0, ge=0, lt=2**63)
 
     _source: Source = PrivateAttr(default_factory=lambda: Source({}))
@@ -172,9 +175,9 @@ class Recipe(Section):
     def resolved(self) -> dict[str, Any]:
         """Return plain data after all defaults, for the manifest and the lock; :meth:`from_dict` reads it back.
 
-        ``output`` and ``checkpoint`` are left out: where things are written does not affect the bundle's content.
+        ``output``, ``checkpoint`` and ``exports`` are left out: what is written elsewhere does not affect the bundle.
         """
-        others = {"calibration", "evaluation", "passes", "gates", "target", "output", "checkpoint"}
+        others = {"calibration", "evaluation", "passes", "gates", "target", "output", "checkpoint", "exports"}
         plain = self.model_dump(mode="json", exclude=others)
         plain["calibration"] = self.calibration.resolved() if self.calibration is not None else None
         plain["evaluation"] = self.evaluation.resolved()
@@ -191,6 +194,7 @@ def load_recipe(
     model: str | None = None,
     target: str | None = None,
     output: str | None = None,
+    device: str | None = None,
 ) -> Recipe:
     """Read a recipe file, or a shipped recipe by its name.
 
@@ -199,7 +203,7 @@ def load_recipe(
     Args:
         path: a YAML file, or a name such as ``quickstart``.
         overrides: ``dotted.key=value`` each, as after ``--set``.
-        model, target, output: values of the options of that name; relative paths refer to the current folder.
+        model, target, output, device: values of these options; relative paths refer to the current folder.
     Raises:
         RecipeError: anything about it is wrong.
     """
@@ -216,6 +220,8 @@ def load_recipe(
             source.graft((name,), value, Source({}, {(): Origin(f"--{name}")}))
     for text in overrides:
         apply_override(source, text)
+    if device is not None:
+        set_device(source, device)
     expand_data(source)
     return _build(source)
 
@@ -278,10 +284,9 @@ def _build(source: Source) -> Recipe:
     data = dict(source.data)
     if "passes" in data:
         data["passes"] = build_passes(source, problems)
-    if data.get("gates") is not None:
-        data["gates"] = _build_gates(source, problems)
-    if data.get("target") is not None:
-        data["target"] = build_target(source, problems)
+    for key, build in (("gates", _build_gates), ("target", build_target), ("exports", build_exports)):
+        if data.get(key) is not None:
+            data[key] = build(source, problems)
     _default_window(data)
     try:
         recipe = Recipe.model_validate(data)

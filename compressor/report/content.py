@@ -14,7 +14,7 @@ from compressor.export.manifest import finite
 from compressor.host.cache import replace_file
 
 if TYPE_CHECKING:
-    from compressor.run.outcome import Outcome
+    from compressor.report.outcome import Outcome
 
 
 def outcome_content(outcome: Outcome) -> dict[str, Any]:
@@ -29,6 +29,7 @@ def outcome_content(outcome: Outcome) -> dict[str, Any]:
         "passes": list(outcome.stages),
         "schedules": list(outcome.schedules),
         "fronts": list(outcome.fronts),
+        "exports": list(outcome.exports),
         "checks": [dataclasses.asdict(check) for check in outcome_checks(outcome)],
         "predictions": {
             name: {"predicted": predicted, "measured": measured} for name, predicted, measured, _ in outcome.predictions

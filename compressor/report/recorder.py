@@ -14,7 +14,7 @@ from compressor.report.content import outcome_checks, outcome_content, write_rep
 from compressor.report.junit import write_junit
 
 if TYPE_CHECKING:
-    from compressor.run.outcome import Outcome
+    from compressor.report.outcome import Outcome
 
 
 _UNFINISHED = "the run has not ended: it is under way, or it was killed"

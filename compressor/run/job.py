@@ -24,6 +24,7 @@ from compressor.evaluate.gates import check_gates
 from compressor.evaluate.models import SIZES, bundle_quality
 from compressor.evaluate.quality import EvalResult, GraphLogits
 from compressor.executor.jobs import Executor, InProcess
+from compressor.export.exchange.beside import publishing_exports
 from compressor.export.facts import run_facts
 from compressor.export.manifest import finite, write_measurements
 from compressor.export.publish import (
@@ -45,8 +46,9 @@ from compressor.plan.model import Plan
 from compressor.plan.plan import compare_plan
 from compressor.progress import Reporter, Silent
 from compressor.recipe.recipe import Recipe, load_recipe
+from compressor.report.bundle_pages import write_bundle_pages
+from compressor.report.outcome import Outcome
 from compressor.run.clock import Clock
-from compressor.run.outcome import Outcome
 from compressor.run.prepare import Prepared, prepare
 from compressor.run.speculation.lossy import write_with_drafts
 from compressor.run.speculation.sparse import add_sparse_drafts
@@ -153,6 +155,7 @@ def run_recipe(
         saved = (
             None if recipe.checkpoint is None else stack.enter_context(publishing_checkpoint(Path(recipe.checkpoint)))
         )
+        given.exports = stack.enter_context(publishing_exports(recipe, destination))
         return _run(given, destination, rejected, dump, saved)
 
 
@@ -175,6 +178,7 @@ def _run(given: Prepared, destination: Path, rejected: Path, dump: Path | None, 
         del graph
         measured = _measure(given, partial, manifest, independence)
         outcome = _judge(given, destination, partial, measured)
+        write_bundle_pages(partial, outcome, given.plan.rooflines, given.context.prices or {}, given.info.source)
         if failed := [str(gate) for gate in outcome.gates if not gate.passed]:
             with publishing(rejected) as kept:
                 kept.rmdir()
@@ -204,6 +208,9 @@ def _compress(given: Prepared, dump: Path | None, saved: Path | None) -> tuple[G
         observers.append(_saver(given, saved))
     graph = Pipeline(given.recipe.passes, observers).run(given.take_graph(), given.context)
     given.context.notes += graph.meta.get("notes", [])
+    if given.exports.folders:
+        with given.clock.stage("exports"):
+            given.exports.write(graph, given.clock.reporter)
     add_sparse_drafts(given, graph)
     stack_experts(graph, Spill(cache_folder() / "spilled", "stacked experts"))
     with given.clock.stage("independence"):
@@ -293,6 +300,7 @@ def _judge(given: Prepared, destination: Path, partial: Path, measured: _Measure
         [*_reuse(context), *summary(backend.tried), *context.notes],
         backend.tried,
         [dataclasses.asdict(front) for front in context.fronts],
+        given.exports.done,
     )
 
 

@@ -30,7 +30,7 @@ from compressor.formats.extras import ColumnBlocks, KeptOfGroup
 from compressor.formats.format import Format
 from compressor.graph.model import ModelInfo, weight_bytes
 from compressor.graph.sites import packed_weight_sites
-from compressor.host.resources import resource, runtime_files
+from compressor.host.resources import runtime_files
 from compressor.numerics.sparsity.n_of_m import pattern_of
 from compressor.plan.durations import linear_kernels, lowered_nodes
 from compressor.run.estimates import MANIFEST_BYTES, SITE_BYTES, files_bytes
@@ -38,6 +38,7 @@ from compressor.verify.smoke import smoke_test
 
 if TYPE_CHECKING:
     from compressor.codegen.isa import Isa
+    from compressor.codegen.remote_tuning import RemoteSession
 
 _LINKING_BYTES = 32 * 10**6  # objects and library; those of 50 kernels take a tenth of it
 # Fitted to bundles: a library beside its kernels, a kernel, a node of the graph.
@@ -75,6 +76,16 @@ class NativeBackend:
         """Whether speed here says something: an emulator's says nothing."""
         return not self.launcher
 
+    @property
+    def session(self) -> RemoteSession | None:
+        """Return the device that kernels are timed on, in place of this machine; None where there is none."""
+        return None
+
+    @property
+    def processes(self) -> int:
+        """Count the processes that check the kernels: one, and another for each library of several."""
+        return 1 + (1 + len(faster) if (faster := self._target.faster()) else 0)
+
     def check(self, graph: GraphModule) -> None:
         """Refuse operators without kernels, and formats that those of an instruction set do not read."""
         check_kernels_of(graph, (self.isa, *self._target.faster()))
@@ -82,7 +93,7 @@ class NativeBackend:
     def estimate_bytes(self, graph: GraphModule) -> int:
         """Count the weights, look at shipped files, estimate kernels and manifest."""
         info: ModelInfo = graph.meta["model"]
-        shipped = [*runtime_files().values(), resource("export") / "python" / "README-bundle.md"]
+        shipped = [*runtime_files().values()]
         if (folder := self._target.tvm_runtime()) is not None:
             shipped.append(folder / "libtvm_runtime.so")
         kernels = len(linear_kernels(graph)) + info.speculates  # attention's alone are not those of both entries
@@ -106,6 +117,7 @@ class NativeBackend:
                 threads=self._threads,
                 pinned=pinned,
                 dump=dump(isa),
+                device=self.session,
             )
             self._libraries.append(library)
             self.schedules |= library.schedules
@@ -175,9 +187,11 @@ class NativeBackend:
     def _check_library(self, folder: Path, isa: Isa) -> Check:
         """Run the kernels for one of several instruction sets."""
         if not self._target.executes(isa):
-            return Check(f"kernels for {isa.name}", None, "this machine lacks it: compiled, not executed")
+            where = "this machine" if self.session is None else self.session.name
+            return Check(f"kernels for {isa.name}", None, f"{where} lacks it: compiled, not executed")
         error = smoke_test(folder, self._threads, isa.name, self._target.launcher(isa)).error
-        how = "emulated" if self._target.launcher(isa) else "executed"
+        is_emulated = self._target.launcher(isa) if self.session is None else self.session.is_emulated
+        how = "emulated" if is_emulated else "executed"
         return Check(f"kernels for {isa.name}", True, f"{how}, relative error {error:.2g}")
 
 

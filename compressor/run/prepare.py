@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from compressor.capture.capture import capture
 from compressor.codegen.backend import Backend, make_backend
 from compressor.data.load import load_data
 from compressor.errors import DriftError
+from compressor.export.exchange.beside import BesideBundle, plan_exports
 from compressor.graph.model import ModelInfo, clone_graph
 from compressor.host.cache import cache_folder
 from compressor.host.digests import code_digest, digest, model_fingerprint, tensors_sha256
@@ -58,6 +59,7 @@ class Prepared:
         info: about the model as captured.
         lock: of this run, so far.
         threads: None takes the physical cores.
+        exports: what the run writes for other programs.
         graph, dense: the captured graph, for the passes and for comparison; None once they are given away.
     """
 
@@ -73,6 +75,7 @@ class Prepared:
     threads: int | None
     graph: GraphModule | None
     dense: GraphModule | None
+    exports: BesideBundle = field(default_factory=BesideBundle)
 
     def take_graph(self) -> GraphModule:
         """Give the captured graph away: whoever has it decides how long its weights stay in memory."""
@@ -124,7 +127,7 @@ def prepare(
         state = _origin(graph, recipe, lock.facts.get("gpu"))
     info: ModelInfo = graph.meta["model"]
     planned = plan_passes(graph, recipe, backend)
-    checkpoint = _planned_checkpoint(planned, recipe, source, clock)
+    checkpoint = _planned_beside(planned, recipe, source, destination, clock)
     with clock.stage("text"):
         samples, data = load_data(recipe, info)
     _note_short_text(recipe, data, clock)
@@ -165,10 +168,11 @@ def _first_lock(recipe: Recipe, target: Target, source: Any, locked: Mapping[str
     return lock
 
 
-def _planned_checkpoint(
-    planned: PlannedPasses, recipe: Recipe, source: object, clock: Clock
+def _planned_beside(
+    planned: PlannedPasses, recipe: Recipe, source: object, destination: Path, clock: Clock
 ) -> PlannedCheckpoint | None:
-    """Plan the checkpoint that a recipe asks for, and say how it will be."""
+    """Check the exports that a recipe asks for, and plan its checkpoint, and say how that will be."""
+    plan_exports(recipe, planned.final, destination)
     checkpoint = plan_checkpoint(planned, recipe, source)
     if checkpoint is not None:
         clock.reporter.note(checkpoint.note)

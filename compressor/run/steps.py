@@ -53,7 +53,7 @@ class Steps:
         the larger of reading all bytes and computing all products, on this machine.
         """
         backend: object = make_backend(self._recipe.target.build(), self._threads)
-        if isinstance(backend, NativeBackend) and backend.runs_here and backend.timed:
+        if isinstance(backend, NativeBackend) and backend.runs_here and backend.timed and not backend.launcher:
             with_what = f"with {_context(graphs[0])} tokens of context" if _generates(graphs[0]) else "one at a time"
             return self._measure(graphs), f"measured on this machine, {with_what}"
         prices = machine_prices()

@@ -35,6 +35,7 @@ class WasmBackend:
     isa = None  # nothing of what kernels do on the users' devices is foreseen
     timed = False
     launcher = ()
+    processes = 1
 
     def __init__(self, target: Wasm, _threads: int | None = None) -> None:
         self._target = target
@@ -71,7 +72,7 @@ class WasmBackend:
 
     def estimate_bytes(self, graph: GraphModule) -> int:
         """Count the weights, look at shipped files, estimate program and manifest."""
-        shipped = [resource("export") / "web" / name for name in (*SHIPPED_WASM, "README-wasm.md")]
+        shipped = [resource("export") / "web" / name for name in SHIPPED_WASM]
         program = _BYTES + _KERNEL_BYTES * len(linear_kernels(graph)) + _STEP_BYTES * len(graph.graph.nodes)
         files = files_bytes(shipped, graph.meta["model"])
         return weight_bytes(graph) + files + program + MANIFEST_BYTES + SITE_BYTES * sum(1 for _ in graph.parameters())

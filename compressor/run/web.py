@@ -47,6 +47,7 @@ class WebBackend:
     isa = None  # nothing of what kernels do on the users' devices is foreseen
     timed = False  # a software adapter says nothing of them either
     launcher = ()
+    processes = 1
 
     def __init__(self, target: Webgpu, _threads: int | None = None) -> None:
         self._target = target
@@ -99,7 +100,7 @@ class WebBackend:
 
     def estimate_bytes(self, graph: GraphModule) -> int:
         """Count the weights, look at shipped files, estimate programs and manifest."""
-        shipped = [resource("export") / "web" / name for name in (*SHIPPED, "README-bundle.md")]
+        shipped = [resource("export") / "web" / name for name in SHIPPED]
         linears = len(linear_kernels(graph))
         program = _KERNEL_BYTES * (linears + _KERNELS) + _STEP_BYTES * len(graph.graph.nodes)
         program += (_WASM_BYTES + _WASM_KERNEL_BYTES * linears) if self._target.wasm else 0

@@ -92,7 +92,7 @@ def smoke_test(
     try:
         found = json.loads(done.stdout.splitlines()[-1])
         result = SmokeResult(error=worst_error(found["errors"], found["tolerance"]), **{n: found[n] for n in _FIELDS})
-        runtime = Path(found["runtime"])
+        runtime = folder / found["runtime"]
     except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise VerificationError(f"{bundle}: does not run in a fresh process: {_reason(done)}") from error
     own = (folder / "compressor_runtime" / "__init__.py", folder / "compressor_runtime.py")  # one file in older bundles

@@ -170,6 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BundleError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    runtime = Path(compressor_runtime.__file__).resolve()
     passed = all(error <= tolerance for error in errors.values())
     status = Path("/proc/self/status").read_text().split("VmHWM:")[1]
     found = {
@@ -182,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "peak_rss_bytes": int(status.split()[0]) * 1024,
         "threads": bundle.threads,
         "device": bundle.device.name,
-        "runtime": compressor_runtime.__file__,
+        "runtime": str(runtime.relative_to(here) if runtime.is_relative_to(here) else runtime),  # seen from this script
     }
     print(json.dumps(found, allow_nan=False))
     return 0 if passed else DamagedBundleError.exit_code

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from compressor.cli.figures import figure, label, plot, quantity, stdout_console
-from compressor.cli.show_run import _ratio
+from compressor.cli.figures import plot, stdout_console
 from compressor.progress import _Count
+from compressor.report.figures import figure, label, quantity, ratio
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_a_narrow_terminal_gets_lines_that_go_on(monkeypatch: pytest.MonkeyPatch
 
 
 def test_small_ratios_keep_two_digits() -> None:
-    assert [_ratio(ours, 200.0) for ours in (500.0, 20.0, 0.5)] == ["2.50x", "0.10x", "0.0025x"]
-    assert _ratio(1.0, None) == ""
+    assert [ratio(ours, 200.0) for ours in (500.0, 20.0, 0.5)] == ["2.50x", "0.10x", "0.0025x"]
+    assert ratio(1.0, None) == ""
 
 
 def test_a_task_that_takes_longer_than_expected_says_so() -> None:

@@ -68,8 +68,8 @@ from compressor.pipeline.context import Context
 from compressor.recipe.data_spec import DataSource, EvaluationSpec
 from compressor.recipe.recipe import Recipe, load_recipe
 from compressor.registry import PASSES
+from compressor.report.outcome import Outcome
 from compressor.run.job import run_recipe
-from compressor.run.outcome import Outcome
 from compressor.runtime import load
 from compressor.training.training_pass import TrainingPass
 from compressor.verify.bundle import verify_bundle
@@ -583,7 +583,8 @@ def test_two_runs_give_the_same_bytes(run: Callable[[str], Run], short_reference
     name = "gptq_w4a8_g128_x86"
     first, second = run(name).bundle, execute(name, tmp_path / "elsewhere", short_reference).bundle
     for folder in (first, second):
-        (folder / "measurements.json").rename(folder.parent / "measurements.json")
+        for name in ("measurements.json", "report.html", "README.md"):
+            (folder / name).rename(folder.parent / name)
     files = sorted(path.relative_to(first) for path in first.rglob("*") if path.is_file())
     assert files == sorted(path.relative_to(second) for path in second.rglob("*") if path.is_file())
     assert [str(file) for file in files if (first / file).read_bytes() != (second / file).read_bytes()] == []
@@ -631,6 +632,8 @@ def test_an_encoder(tmp_path: Path, no_speed: None, require_tool: Callable[[str]
         )
         transformers.BertModel(config).half().save_pretrained(tmp_path / "bert")
     shutil.copy(reference / "tokenizer.json", tmp_path / "bert")
+    (tmp_path / "bert" / "1_Pooling").mkdir()
+    (tmp_path / "bert" / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
     model = transformers.BertModel.from_pretrained(tmp_path / "bert", dtype=torch.float32).eval()
     recipe = {
         "evaluation": {"text": "python_docs_heldout.txt", "tokens": 128},  # longer than its positions
@@ -639,6 +642,7 @@ def test_an_encoder(tmp_path: Path, no_speed: None, require_tool: Callable[[str]
         "tune": "off",
     }
     bundle = compressor.compress(tmp_path / "bert", recipe, tmp_path / "bundle")
+    assert bundle.model["pooling"] == "cls"  # servers embed so
     ids, mask = np.array([[5, 6, 7, 8], [9, 10, 0, 0]]), np.array([[1, 1, 1, 1], [1, 1, 0, 0]])
     with torch.no_grad():
         expected = model(torch.as_tensor(ids), torch.as_tensor(mask)).last_hidden_state

@@ -24,7 +24,7 @@ from torch import nn
 from compressor.errors import CompressorError, ResourceError, UsageError
 from compressor.export.manifest import write_measurements
 from compressor.export.publish import check_destination, publishing
-from compressor.export.tokenizer import write_tokenizer
+from compressor.export.tokenizer import write_chat_template, write_tokenizer
 from compressor.host.tensor_files import write_safetensors
 from compressor.runtime import DamagedBundleError, check_files, read_manifest
 
@@ -152,6 +152,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+def counted(bundle: Path) -> dict[str, bytes]:
+    """Return the contents that a manifest counts: measured figures, which README.md states, are apart."""
+    return {name: content for name, content in contents(bundle).items() if name != "README.md"}
+
+
 def test_a_bundle_holds_what_its_manifest_says(tmp_path: Path, parts: dict[str, Any]) -> None:
     bundle = write_native_bundle(tmp_path / "deep" / "bundle", parts)
     own = {"README.md", "compressor_runtime.py", "compressor_selfcheck.py", "manifest.json", "model.so"}
@@ -162,8 +167,8 @@ def test_a_bundle_holds_what_its_manifest_says(tmp_path: Path, parts: dict[str, 
     assert set(contents(bundle)) == own | tvm
     manifest = read_manifest(bundle)
     check_files(bundle, manifest)
-    assert sorted(manifest["files"]) == sorted(set(contents(bundle)) - {"manifest.json"})
-    assert manifest["bundle_bytes"] == sum(map(len, contents(bundle).values()))
+    assert sorted(manifest["files"]) == sorted(set(counted(bundle)) - {"manifest.json"})
+    assert manifest["bundle_bytes"] == sum(map(len, counted(bundle).values()))
     assert (manifest["weight_bytes"], manifest["dense_weight_bytes"]) == (4 * (24 + 6), 96)
     assert manifest["formats"] == ["W4A16_G128"] and manifest["kind"] == "decoder"
     assert str(tmp_path) not in (bundle / "manifest.json").read_text()  # where it was made is nobody's business
@@ -191,7 +196,7 @@ def test_large_files_are_listed_with_their_pieces(
         parts_of_it = [content[start : start + 8192] for start in range(0, len(content), 8192)]
         hashes = [hashlib.sha256(part).hexdigest() for part in parts_of_it]
         assert entry.get("pieces") == (hashes if len(content) > 8192 else None), name
-    assert manifest["bundle_bytes"] == sum(map(len, contents(bundle).values()))
+    assert manifest["bundle_bytes"] == sum(map(len, counted(bundle).values()))
 
 
 def test_the_same_parts_give_the_same_bytes(tmp_path: Path, parts: dict[str, Any]) -> None:
@@ -336,3 +341,26 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path, shared_data: Callable[[str
 def test_what_cannot_be_a_path_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no path (for a bundle|may hold a NUL)"):
         check_destination(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("known", "beside", "template"),
+    [
+        ({"chat_template": "one"}, None, "one"),
+        ({"chat_template": [{"name": "rag", "template": "x"}, {"name": "default", "template": "two"}]}, None, "two"),
+        ({"chat_template": "one"}, "three", "three"),  # transformers' own order
+        ({"chat_template": [{"name": "rag", "template": "x"}]}, None, None),
+        ({}, None, None),
+    ],
+)
+def test_chat_templates_are_carried_with_the_tokens_they_name(
+    tmp_path: Path, known: dict[str, Any], beside: str | None, template: str | None
+) -> None:
+    tokens = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, "pad_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**known, **tokens, "model_max_length": 9}))
+    if beside is not None:
+        (tmp_path / "chat_template.jinja").write_text(beside)
+    file = tmp_path / "out.json"
+    write_chat_template(tmp_path, file)
+    expected = {"template": template, "special_tokens": {"bos_token": "<s>", "eos_token": "</s>"}}
+    assert (json.loads(file.read_text()) if file.exists() else None) == (expected if template else None)

@@ -85,8 +85,8 @@ def test_shards_hold_all_tensors_and_say_so(tmp_path: Path, monkeypatch: pytest.
 def test_the_manifest_lists_every_file(bundle: Path) -> None:
     manifest = json.loads((bundle / "manifest.json").read_text())
     files = {str(p.relative_to(bundle)) for p in bundle.rglob("*") if p.is_file()}
-    assert files == {*manifest["files"], "manifest.json"}
-    assert manifest["bundle_bytes"] == sum((bundle / name).stat().st_size for name in files)
+    assert files == {*manifest["files"], "manifest.json", "README.md"}
+    assert manifest["bundle_bytes"] == sum((bundle / name).stat().st_size for name in files - {"README.md"})
     for name, entry in manifest["files"].items():
         assert sha256((bundle / name).read_bytes()).hexdigest() == entry["sha256"]
 

@@ -130,7 +130,7 @@ def test_both_figures_behind_a_ratio_are_named() -> None:
     assert str(result) == "weight_bytes: expected <= 0.4x dense, measured 0.45x dense (45 against 100)"
     assert result.content() == {
         "metric": "weight_bytes", "expected": "<= 0.4x dense", "measured": 45, "passed": False,
-        "dense": 100, "ratio": 0.45,
+        "found": "measured 0.45x dense (45 against 100)", "dense": 100, "ratio": 0.45,
     }  # fmt: skip
 
 

@@ -23,8 +23,8 @@ from compressor.evaluate.gates import check_gates
 from compressor.recipe.gates import Gate
 from compressor.report.content import outcome_content, write_report
 from compressor.report.junit import write_junit
+from compressor.report.outcome import Outcome
 from compressor.report.recorder import recording
-from compressor.run.outcome import Outcome
 
 GATES = check_gates(
     [

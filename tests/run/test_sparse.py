@@ -18,9 +18,9 @@ from torch.nn.functional import cross_entropy
 from compressor.errors import DriftError
 from compressor.host.resources import resource
 from compressor.recipe.recipe import load_recipe
+from compressor.report.outcome import Outcome
 from compressor.run.job import run_recipe
 from compressor.run.lock import read_lock
-from compressor.run.outcome import Outcome
 from compressor.runtime import Bundle, load
 
 RECIPE = resource("recipes") / "speculate_sparse_x86.yaml"

@@ -39,11 +39,12 @@ class TinyLanguageModel(nn.Module):
         return (state @ self.head.detach().float().numpy().T + self.bias.detach().numpy()) * self.scale.item()
 
 
-def build_library(file: Path, target: Any = None) -> None:
+def build_library(file: Path, target: Any = None, verifies: bool = False) -> None:
     """Kernels of TinyLanguageModel with the entry that lowering gives to decoders: caches written in place.
 
     Args:
         target: TVM's target of a GPU; None takes this CPU.
+        verifies: with an entry `verify` as well.
     """
     import tvm
     from tvm import relax
@@ -116,8 +117,91 @@ def build_library(file: Path, target: Any = None) -> None:
 
     if target is not None:
         Kernels["remember"] = _remember_on_a_gpu().with_attr("tirx.is_scheduled", 1)
+    if verifies:
+        Kernels.update(_verification())
     target = target or tvm.target.Target({"kind": "llvm"})
     tvm.compile(Kernels, target, relax_pipeline=relax.get_default_pipeline(target)).export_library(str(file))
+
+
+def _verification() -> Any:
+    """Return a module with the entry `verify`: rows of trees behind the tokens that each sequence has stored."""
+    from tvm.script import ir as I
+    from tvm.script import relax as R
+    from tvm.script import tirx as T
+
+    @I.ir_module
+    class Verification:
+        @T.prim_func(s_tir=True)
+        def remember_trees(
+            ids: T.handle,
+            position: T.handle,
+            parent: T.handle,
+            slot: T.handle,
+            row: T.handle,
+            table: T.Buffer((300, 16), "float32"),
+            keys: T.handle,
+            values: T.handle,
+            out: T.handle,
+        ):
+            T.func_attr({"tirx.is_scheduled": 1})
+            B = T.int64()
+            S = T.int64()
+            C = T.int64()
+            i = T.match_buffer(ids, (T.int64(1), S), "int64")
+            p = T.match_buffer(position, (S,), "int64")
+            before = T.match_buffer(parent, (S,), "int64")
+            of = T.match_buffer(slot, (S,), "int64")
+            r = T.match_buffer(row, (S,), "int64")
+            k = T.match_buffer(keys, (B, T.int64(1), C, T.int64(16)), "float32")
+            v = T.match_buffer(values, (B, T.int64(1), C, T.int64(16)), "float32")
+            o = T.match_buffer(out, (T.int64(1), S, T.int64(16)), "float32")
+            for s, d in T.grid(S, 16):
+                k[of[s], 0, r[s], d] = table[i[0, s], d]
+                v[of[s], 0, r[s], d] = T.float32(0)
+                o[0, s, d] = T.float32(0)
+                if before[s] >= T.int64(0):
+                    o[0, s, d] = o[0, before[s], d]
+                else:
+                    for t in T.serial(p[s]):
+                        o[0, s, d] = o[0, s, d] * T.float32(0.5) + k[of[s], 0, t, d]
+                o[0, s, d] = o[0, s, d] * T.float32(0.5) + table[i[0, s], d]
+
+        @R.function
+        def verify(
+            ids: R.Tensor((1, "S"), "int64"),
+            position: R.Tensor(("S",), "int64"),
+            keep: R.Tensor(("N",), "int64"),
+            parent: R.Tensor(("S",), "int64"),
+            slot: R.Tensor(("S",), "int64"),
+            row: R.Tensor(("S",), "int64"),
+            k_0: R.Tensor(("B", 1, "C", 16), "float32"),
+            v_0: R.Tensor(("B", 1, "C", 16), "float32"),
+            params: R.Tuple(
+                R.Tensor((300, 16), "float32"),
+                R.Tensor((300, 16), "float16"),
+                R.Tensor((300,), "float32"),
+                R.Tensor((1,), "float32"),
+            ),
+        ) -> R.Tensor((1, "N", 300), "float32"):
+            B = T.int64()
+            S = T.int64()
+            C = T.int64()
+            cls = Verification
+            state = R.call_tir_inplace(
+                cls.remember_trees,
+                (ids, position, parent, slot, row, params[0], k_0, v_0),
+                inplace_indices=[6, 7, -1],
+                out_ty=[
+                    R.Tensor((B, 1, C, 16), "float32"),
+                    R.Tensor((B, 1, C, 16), "float32"),
+                    R.Tensor((1, S, 16), "float32"),
+                ],
+            )
+            head = R.astype(R.permute_dims(params[1]), "float32")
+            logits = R.matmul(R.take(state[2], keep, axis=1), head)
+            return R.multiply(R.add(logits, params[2]), params[3])
+
+    return Verification
 
 
 def _remember_on_a_gpu() -> Any:
@@ -163,13 +247,21 @@ def vectors(model: TinyLanguageModel) -> dict[str, torch.Tensor]:
     return {name: torch.as_tensor(value) for name, value in stored.items()}
 
 
-def write_tiny_bundle(folder: Path, model: TinyLanguageModel, target: Any = None, archs: Sequence[str] = ()) -> Path:
+def write_tiny_bundle(
+    folder: Path,
+    model: TinyLanguageModel,
+    target: Any = None,
+    archs: Sequence[str] = (),
+    verifies: bool = False,
+    positions: int = POSITIONS,
+) -> Path:
     """Write the bundle of the tiny language model below a folder, as export writes it.
 
     Args:
         target, archs: TVM's target of a GPU, and what the kernels were compiled for.
+        verifies: with kernels that verify drafted tokens.
     """
-    build_library(folder / "kernels.so", target)
+    build_library(folder / "kernels.so", target, verifies)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -191,7 +283,7 @@ def write_tiny_bundle(folder: Path, model: TinyLanguageModel, target: Any = None
             "layers": 1,
             "kv_heads": 1,
             "head_dim": WIDTH,
-            "max_positions": POSITIONS,
+            "max_positions": positions,
             "eos_ids": [1],
             "bos_id": 0,
         },
@@ -202,6 +294,7 @@ def write_tiny_bundle(folder: Path, model: TinyLanguageModel, target: Any = None
         archs=archs,
         dense_weight_bytes=0,
         tokenizer=folder,
+        entries={"main": range(4), "verify": range(4)} if verifies else {},
     )
     return write_native_bundle(folder / "bundle", parts)
 

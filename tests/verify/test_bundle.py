@@ -166,7 +166,8 @@ def test_a_link_that_leads_outside(copy: Path, not_executed: None) -> None:
 
 
 def test_measurements_and_signatures_stand_outside_the_manifest(copy: Path) -> None:
-    (copy / "measurements.json").write_text("{}")
+    for name in ("measurements.json", "report.html", "README.md"):
+        (copy / name).write_text("{}")
     (copy / "manifest.json.sig").write_bytes(b"-" * 64)
     manifest = check_schema(json.loads((copy / "manifest.json").read_text()))
     assert "there are no others" in module._files(copy, manifest)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.capture.checkpoints.bit_fields import unpack_words
+from compressor.capture.checkpoints.bit_fields import pack_words, unpack_words
 from compressor.capture.checkpoints.dense_weights import FLOATS, DenseWeight, Stored
 from compressor.capture.checkpoints.options import Options
 
@@ -48,6 +48,22 @@ def _unpack(words: Tensor) -> Tensor:
     outputs = words.shape[-1] * 8
     nibbles = unpack_words(words, 4, outputs).reshape(len(words), -1, 8)
     return nibbles[..., _NIBBLES].flatten(-2)
+
+
+def awq_tensors(codes: Tensor, scales: Tensor, zeros: Tensor) -> dict[str, Tensor]:
+    """Store one linear: the inverse of :func:`awq_values`.
+
+    Args:
+        codes: uint8 [out, in] of 4 bits, ``out`` a multiple of 8.
+        scales: float16 [out, groups].
+        zeros: uint8 [out, groups].
+    """
+    return {"qweight": _pack(codes.t()), "qzeros": _pack(zeros.t()), "scales": scales.t().contiguous()}
+
+
+def _pack(rows: Tensor) -> Tensor:
+    order = sorted(range(8), key=_NIBBLES.__getitem__)
+    return pack_words(rows.reshape(len(rows), -1, 8)[..., order].flatten(-2), 4)
 
 
 def awq_weights(stored: Stored, config: Mapping[str, Any]) -> dict[str, DenseWeight]:

@@ -1,4 +1,4 @@
-"""Unpack codes from words and small floats from bytes: the parts that several checkpoint layouts share.
+"""Unpack codes from words and small floats from bytes, and pack them: the parts that several checkpoint layouts share.
 
 Bytes of a word count from its least significant one (little endian, as safetensors and GGUF store integers).
 """
@@ -42,6 +42,36 @@ def unpack_words(words: Tensor, bits: int, count: int, dense: bool = True) -> Te
     return codes.to(torch.uint8)
 
 
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """Pack unsigned codes into 32-bit words without gaps: the inverse of :func:`unpack_words`.
+
+    Args:
+        codes: uint8 [..., n], below 2^bits.
+        bits: of a code, 1 to 8.
+    Returns:
+        int32 [..., ceil(n * bits / 32)]; bits behind the last code are 0.
+    """
+    count, lead = codes.shape[-1], codes.shape[:-1]
+    padded = torch.nn.functional.pad(codes, (0, -count % 32))
+    if 8 % bits == 0:
+        parts = padded.reshape(*lead, -1, 8 // bits)
+        in_bytes = parts[..., 0].clone()
+        for place in range(1, 8 // bits):
+            in_bytes |= parts[..., place] << (place * bits)
+        words = in_bytes.contiguous().view(torch.int32)
+    else:
+        groups = padded.reshape(*lead, -1, 32)  # 32 codes fill as many words as a code has bits
+        filled = torch.zeros(*groups.shape[:-1], bits + 1, dtype=torch.int64)
+        for place in range(32):
+            word, shift = divmod(place * bits, 32)
+            shifted = groups[..., place].to(torch.int64) << shift
+            filled[..., word] |= shifted & 0xFFFFFFFF
+            filled[..., word + 1] |= shifted >> 32
+        unsigned = filled[..., :bits].flatten(-2)
+        words = torch.where(unsigned >= 2**31, unsigned - 2**32, unsigned).to(torch.int32)
+    return words[..., : word_count(count, bits)].contiguous()
+
+
 def word_count(count: int, bits: int, dense: bool = True) -> int:
     """Return how many 32-bit words ``count`` codes take."""
     return -(-count * bits // 32) if dense else -(-count // (32 // bits))
@@ -52,6 +82,11 @@ def unpack_fp4(packed: Tensor) -> Tensor:
     values: Tensor = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float32)
     nibbles = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
     return values[nibbles.to(torch.int32)]
+
+
+def pack_fp4(codes: Tensor) -> Tensor:
+    """Pack two 4-bit codes a byte, the first in the low nibble: uint8 [..., n] -> uint8 [..., n / 2]."""
+    return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
 def e8m0_scales(exponents: Tensor) -> Tensor:

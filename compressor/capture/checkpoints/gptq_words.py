@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.capture.checkpoints.bit_fields import unpack_words
+from compressor.capture.checkpoints.bit_fields import pack_words, unpack_words
 from compressor.capture.checkpoints.dense_weights import FLOATS, DenseWeight, Stored
 from compressor.capture.checkpoints.options import Options
 
@@ -54,6 +54,26 @@ def gptq_values(
     values -= zeros.t().float()[:, group]
     values *= scales.t().float()[:, group]
     return values
+
+
+def gptq_tensors(codes: Tensor, scales: Tensor, zeros: Tensor, *, bits: int, offset: int) -> dict[str, Tensor]:
+    """Store one linear: the inverse of :func:`gptq_values`.
+
+    Args:
+        codes: uint8 [out, in]; both a multiple of 32.
+        scales: float16 [out, groups].
+        zeros: uint8 [out, groups].
+        bits: of a code.
+        offset: what is subtracted from a zero point: 1 for v1, 0 for v2.
+    """
+    group_size = -(-codes.shape[1] // scales.shape[1])
+    stored_zeros = (zeros - offset) & (2**bits - 1)
+    return {
+        "qweight": pack_words(codes, bits).t().contiguous(),
+        "qzeros": pack_words(stored_zeros.t(), bits),
+        "scales": scales.t().contiguous(),
+        "g_idx": (torch.arange(codes.shape[1]) // group_size).to(torch.int32),
+    }
 
 
 def gptq_weights(stored: Stored, config: Mapping[str, Any]) -> dict[str, DenseWeight]:

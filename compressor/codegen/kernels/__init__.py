@@ -3,6 +3,6 @@
 Invariant: a kernel asks an instruction set what it can do, never what it is called.
 """
 
-from compressor.codegen.kernels.macros import search_by_frame
+from compressor.codegen.kernels.macros import read_kernels_quickly
 
-search_by_frame()
+read_kernels_quickly()

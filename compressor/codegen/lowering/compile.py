@@ -23,6 +23,7 @@ from compressor.codegen.lowering.importer import Importer, import_program, renam
 from compressor.codegen.lowering.kernel_set import KernelSet, cpu_kernels
 from compressor.codegen.lowering.phases import _PROBE, error_context, run_phases
 from compressor.codegen.lowering.sizes import entry_bytes, fixed_sizes
+from compressor.codegen.remote_tuning import RemoteSession, RemoteTuner
 from compressor.codegen.target import NativeTarget
 from compressor.codegen.tuning import Tuner
 from compressor.graph.rules import Outcome, listing
@@ -80,6 +81,7 @@ def compile_graph(
     pinned: Mapping[str, Mapping[str, Any]] | None = None,
     kernels: Callable[[Isa], KernelSet] = cpu_kernels,
     dump: Callable[[str, str], None] | None = None,
+    device: RemoteSession | None = None,
 ) -> Library:
     """Lower a graph and generate its kernels.
 
@@ -90,6 +92,7 @@ def compile_graph(
         pinned: ``Library.schedules`` of a locked run, in place of timing; None times.
         kernels: those of the target's kind of machine, for an instruction set.
         dump: called with (phase, text) after each phase.
+        device: that candidates are timed on, in place of this machine; the target says what it executes.
     Raises:
         VerificationError: a phase turned packed weights into dense ones, or an operator has no lowering.
         DriftError: ``pinned`` are the schedules of other kernels.
@@ -99,20 +102,26 @@ def compile_graph(
     isa = isa or base
     tvm_target = target.tvm_target(isa)
     runs_here, is_emulated = target.executes(isa), bool(target.launcher(isa))
-    threads = threads or available_cores()
-    machine = f"{isa.name}|{cpu_name()}|{threads} threads"
     suffix = "" if isa == base else f"@{isa.name}"
-    if isa.archs:
-        tuner: Tuner = DeviceTuner.make(tune, isa.archs, pinned)
+    if device is not None:
+        is_emulated = device.is_emulated
+        timed_on = tvm_target if runs_here else None
+        tuner: Tuner = RemoteTuner.make(tune, timed_on, isa, threads, suffix, pinned, device, target.link)
+    elif isa.archs:
+        tuner = DeviceTuner.make(tune, isa.archs, pinned)
     else:
+        threads = threads or available_cores()
         timed_on = tvm_target if runs_here and not is_emulated else None
-        tuner = Tuner(tune, threads, timed_on, machine, suffix=suffix, pinned=pinned)
+        tuner = Tuner(
+            tune, threads, timed_on, f"{isa.name}|{cpu_name()}|{threads} threads", suffix=suffix, pinned=pinned
+        )
     own = kernels(isa)
     lowered = lower_graph(graph, tvm_target, own, tuner, dump)
     with tvm_target, error_context("generate"):
         executable, known = own.generate(lowered.mod, tvm_target)
     evidence = "compiled" if not runs_here else "emulated" if is_emulated else "executed"
-    records = [{**record, **known(record["name"]), "evidence": evidence} for record in lowered.kernels]
+    where = {} if device is None or evidence == "compiled" else {"device": device.name}
+    records = [{**record, **known(record["name"]), "evidence": evidence, **where} for record in lowered.kernels]
     part = lowered.entry_bytes
     parameters, used = lowered.parameters, lowered.entries
     return Library(

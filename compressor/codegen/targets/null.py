@@ -62,6 +62,7 @@ class NullBackend:
     runs_here = False
     timed = False
     launcher: Sequence[str] = ()
+    processes: int = 1
     tried: Sequence[Mapping[str, Any]] = ()
     notes: Sequence[str] = ()
 

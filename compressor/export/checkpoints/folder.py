@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -94,36 +95,56 @@ def _plan(graph: GraphModule, trust_remote_code: bool) -> FolderForm:
     raise UsageError(f"no numbers of config.json describe it ({reason})")
 
 
-def write_folder(folder: Path, graph: GraphModule, form: FolderForm) -> None:
+def write_folder(
+    folder: Path,
+    graph: GraphModule,
+    form: FolderForm,
+    packed: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, tuple[int, int]]:
     """Write a graph into an empty folder, and capture that again: it has to be the same program.
 
+    Args:
+        packed: by parameter, what is stored in the place of its values, by the last part of the name.
+        more: what else config.json says.
+    Returns:
+        bytes and elements of each weight, by its name in the files.
     Raises:
         VerificationError: it is another.
     """
     source, held, hashes = _source(graph), _holders(graph), dict[str, str]()
-    content = dict(form.config)
+    content, sizes = {**form.config, **more}, dict[str, tuple[int, int]]()
     tensors = {name: source.read(name) for name in source.names}
     types = {name: tensor.dtype for name, tensor in tensors.items()}
     for name, (parameter, stored) in held.items():
         tensors[name] = _as_stored(held_tensor(graph, parameter).detach(), stored, tensors[name].shape)
-    inexact = {name for name in held if not _is_exact(tensors[name], types[name])}
+    parts = {name: packed[parameter] for name, (parameter, _) in held.items() if parameter in packed}
+    inexact = {name for name in held.keys() - parts.keys() if not _is_exact(tensors[name], types[name])}
     if inexact:  # trained in float32, say; transformers loads all in the type of config.json
         types |= dict.fromkeys(inexact, torch.float32)
-        content = {key: value for key, value in content.items() if key != "torch_dtype"} | {"dtype": "float32"}
+        content = {key: value for key, value in content.items() if key != "torch_dtype"} | {"dtype": "float32", **more}
     _copy_others(_folder(graph), folder)
     (folder / _CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     parameters, lists = lists_of(graph)
-    files = _files(source, lists)
+    files, places = _files(source, lists), dict[str, str]()
     for file, names in sorted(files.items()):
-        typed = {new: tensors[name].to(types[name]).contiguous() for name, new in names.items()}
+        typed: dict[str, Tensor] = {}
+        for name, new in names.items():
+            if name in parts:
+                written = {f"{new.removesuffix('weight')}{part}": tensor for part, tensor in parts[name].items()}
+            else:
+                written = {new: tensors[name].to(types[name]).contiguous()}
+            sizes[new] = sum(each.numel() * each.itemsize for each in written.values()), tensors[name].numel()
+            typed |= written
         hashes[file.name] = write_safetensors(folder / file.name, typed)
-    kept = [name for names in files.values() for name in names]
-    _write_index(folder, files, sum(tensors[name].numel() * types[name].itemsize for name in kept))
+        places |= dict.fromkeys(typed, file.name)
+    _write_index(folder, places, sum(size for size, _ in sizes.values()))
     again = capture(folder, trust_remote_code=form.trust_remote_code)
     if reason := why_different(graph, again, parameters.renamed):
         raise VerificationError(f"checkpoint: the folder is not the graph that was written: {reason}")
     manifest = {"format": "compressor checkpoint 1", "files": listing(folder, hashes)}
     (folder / _MANIFEST).write_bytes(with_total(manifest))
+    return sizes
 
 
 def _files(source: WeightSource, lists: Lists) -> dict[Path, dict[str, str]]:
@@ -237,7 +258,7 @@ def _why_not(
             tensors = {name: source.read(name) for name in names}
             held = {names[n]: (shapes.get(n, tuple(t.shape)), t.dtype) for n, t in tensors.items()}
             _write_holes(folder / file.name, held)
-        _write_index(folder, files, 0)
+        _write_index(folder, {new: file.name for file, names in files.items() for new in names.values()}, 0)
         try:
             found = capture(folder, trust_remote_code=trust_remote_code, weights=False)
         except CompressorError as error:
@@ -255,10 +276,9 @@ def _copy_others(source: Path, folder: Path) -> None:
                 shutil.copyfile(file, folder / file.name)
 
 
-def _write_index(folder: Path, files: Mapping[Path, Mapping[str, str]], total_bytes: int) -> None:
-    """Write the index of several files; one file needs none."""
-    if len(files) > 1:
-        places = {new: file.name for file, names in files.items() for new in names.values()}
+def _write_index(folder: Path, places: Mapping[str, str], total_bytes: int) -> None:
+    """Write the index of several files, in which of them each tensor lies; one file needs none."""
+    if len(set(places.values())) > 1:
         content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(places.items()))}
         (folder / INDEX_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

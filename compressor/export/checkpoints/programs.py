@@ -23,22 +23,32 @@ def why_different(wanted: GraphModule, found: GraphModule, renamed: Callable[[st
     """
     sizes = _sizes(wanted) | _sizes(found)
     ours, theirs = ([node for node in graph.graph.nodes if node not in sizes] for graph in (wanted, found))
-    places = sizes | {node: f"%{place}" for nodes in (ours, theirs) for place, node in enumerate(nodes)}
+    held = {node: f"@{renamed(str(node.target))}" for node in ours if node.op == "get_attr"}
+    held |= {node: f"@{node.target}" for node in theirs if node.op == "get_attr"}
+    ours, theirs = ([node for node in nodes if node not in held] for nodes in (ours, theirs))
+    places = sizes | held | {node: f"%{place}" for nodes in (ours, theirs) for place, node in enumerate(nodes)}
     for one, other in zip(ours, theirs, strict=False):
-        if _described(one, places, renamed) != _described(other, places):
+        if _described(one, places) != _described(other, places):
             return f"{describe(one)} would be {_words(other)}, and is {_words(one)}"
-        if one.op == "get_attr":
-            first, second = held_tensor(wanted, str(one.target)), held_tensor(found, str(other.target))
-            if first.shape != second.shape:
-                return f"{one.target} would have shape {list(second.shape)}, and has {list(first.shape)}"
-            if not first.is_meta and not second.is_meta and not torch.equal(first, second.to(first.dtype)):
-                return f"{one.target} would have other values"
     if len(ours) != len(theirs):
         return f"it would have {len(theirs)} operators, and has {len(ours)}"
+    if reason := _why_unequal(wanted, found, renamed):
+        return reason
     for fact in _FACTS:
         first, second = (getattr(graph.meta["model"], fact) for graph in (wanted, found))
         if first != second:
             return f"its {fact} would be {second}, and is {first}"
+    return ""
+
+
+def _why_unequal(wanted: GraphModule, found: GraphModule, renamed: Callable[[str], str | None]) -> str:
+    """Say which tensor that both graphs read has another shape or other values; empty if none has."""
+    for node in wanted.graph.find_nodes(op="get_attr"):
+        first, second = held_tensor(wanted, str(node.target)), held_tensor(found, str(renamed(str(node.target))))
+        if first.shape != second.shape:
+            return f"{node.target} would have shape {list(second.shape)}, and has {list(first.shape)}"
+        if not first.is_meta and not second.is_meta and not torch.equal(first, second.to(first.dtype)):
+            return f"{node.target} would have other values"
     return ""
 
 
@@ -53,12 +63,13 @@ def _sizes(graph: GraphModule) -> dict[Node, str]:
     return {node: known[str(node.meta["val"])] for node in reads if node.args[0] in inputs}
 
 
-def _described(node: Node, places: dict[Node, str], renamed: Callable[[str], str | None] = str) -> Any:
+def _described(node: Node, places: dict[Node, str]) -> Any:
     value = node.meta.get("val")
     shape = [size if type(size) is int else None for size in value.shape] if isinstance(value, Tensor) else None
-    if node.op == "get_attr":
-        return node.op, renamed(str(node.target))
-    args = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: places[source])
+    given = node.args
+    if node.target is torch.ops.aten.embedding.default:
+        given = given[:2]  # the rest is for gradients
+    args = torch.fx.node.map_arg((given, node.kwargs), lambda source: places[source])
     return node.op, str(node.target), repr(args), shape
 
 

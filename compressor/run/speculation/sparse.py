@@ -40,7 +40,7 @@ def add_sparse_drafts(given: Prepared, graph: GraphModule) -> None:
         return
     sites = may_draft_sparse(graph)
     backend: object = given.backend  # browsers have no such drafts
-    is_timed = isinstance(backend, NativeBackend) and backend.runs_here and backend.timed
+    is_timed = isinstance(backend, NativeBackend) and backend.runs_here and backend.timed and not backend.launcher
     is_candidate = sites and given.context.samples is not None and is_timed
     if kind == _AUTO and (not is_candidate or (locked is not None and not locked["sparse_drafts"])):
         given.lock.facts["sparse_drafts"] = False
@@ -92,7 +92,7 @@ def _expected(given: Prepared, graph: GraphModule, site: Site, share: float, agr
     The rest of a step takes as long in a draft, so that more is not to be had.
     """
     backend = given.backend
-    if not backend.runs_here or not backend.timed:
+    if not backend.runs_here or not backend.timed or backend.launcher:
         return None
     packed, working_set = packed_weight(graph, site), min(WORKING_SET_BYTES, weight_bytes(graph))
     threads = given.threads or available_cores()

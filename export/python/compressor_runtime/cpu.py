@@ -6,7 +6,7 @@ import ctypes
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,18 @@ def missing_features(required: Sequence[str]) -> list[str]:
     present = _cpu_flags()
     if present is None:
         return []  # not Linux: the loader will say what it cannot run
-    missing = [name for name in required if _letters(name) not in present]
+    missing = lacking(required, present)
     return missing if missing or "amx_tile" not in required or allow_tiles() else ["amx_tile"]
+
+
+def lacking(required: Sequence[str], present: Collection[str]) -> list[str]:
+    """Return those features that are not among the ``present``, as :func:`present_features` names them."""
+    return [name for name in required if _letters(name) not in present]
+
+
+def present_features() -> list[str]:
+    """Return this CPU's features, as Linux tells them, letters and digits only; none where it does not."""
+    return sorted(_cpu_flags() or ())
 
 
 @cache

@@ -233,20 +233,41 @@ class Generation(Iterator[str]):
         return next(self._pieces)
 
 
+class UntilStop:
+    """Turn tokens into text up to the first of some stops; keep back any end that could be a stop's beginning.
+
+    Attributes:
+        stopped: one of them came.
+    """
+
+    def __init__(self, stream: TextStream, stops: Sequence[str]) -> None:
+        self._stream, self._stops, self._text = stream, stops, ""
+        self.stopped = False
+
+    @property
+    def held(self) -> int:
+        """Characters that are kept back."""
+        return len(self._text)
+
+    def push(self, token: int | None) -> str:
+        """Append a token, None for the end, and return the text that is certain by now, possibly none."""
+        text = self._text + (self._stream.rest() if token is None else self._stream.push(token))
+        cuts = [cut for stop in self._stops if (cut := text.find(stop)) >= 0]
+        lengths = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        sure = min(cuts) if cuts else len(text) - (0 if token is None else max(lengths, default=0))
+        self.stopped, self._text = bool(cuts), text[sure:]
+        return text[:sure]
+
+
 def text_pieces(stream: TextStream, tokens: Iterator[int], stops: list[str]) -> Generator[str, None, bool]:
-    """Yield the text of ``tokens`` up to the first of ``stops``; keep back any end that could be a stop's beginning.
+    """Yield the text of ``tokens`` up to the first of ``stops``; see :class:`UntilStop`.
 
     The generator's own value tells whether one of ``stops`` came.
     """
-    text = ""
+    until = UntilStop(stream, stops)
     for token in chain(tokens, (None,)):
-        text += stream.rest() if token is None else stream.push(token)
-        cuts = [cut for stop in stops if (cut := text.find(stop)) >= 0]
-        lengths = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
-        sure = min(cuts) if cuts else len(text) - (0 if token is None else max(lengths, default=0))
-        if sure:
-            yield text[:sure]
-        if cuts:
+        if sure := until.push(token):
+            yield sure
+        if until.stopped:
             return True
-        text = text[sure:]
     return False

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from compressor_runtime.arguments import array, indices, token_ids, token_paths, token_trees, whole
+from compressor_runtime.arguments import indices, token_ids, token_paths, token_trees, whole
+from compressor_runtime.batching.sequences import kept_rows, lengths_up_to, tokens_ahead
 from compressor_runtime.depth.falling import falling_depth
 from compressor_runtime.depth.prompts import prompts_of
 from compressor_runtime.device.caches import grown_caches
@@ -52,9 +53,9 @@ class Session:
         self._entries, self._batch, self._capacity = dict(entries or {}), whole("batch", batch, 1), 0
         self._drafts: tuple[list[int], ...] | None = None  # parents, sequences and rows that may be accepted
         self.hidden = Hidden(self._entries.get(HEADS) and self._heads, model["vocab_size"])
-        parts, skips = model.get("parts", ()), model.get("skips", ())
-        self.parts = Parts(parts, self._entries, self._device.put, lambda: self._caches, skips)
-        self.prompts = prompts_of(self._entries, model, self._device.put, lambda: self._caches)
+        parts, caches = model.get("parts", ()), lambda: self._caches
+        self.parts = Parts(parts, self._entries, self._device.put, caches, model.get("skips", ()))
+        self.prompts = prompts_of(self._entries, model, self._device.put, caches)
         self.falling = falling_depth(model, self.parts)  # runs steps without the blocks that tokens pass by
         self._caches: list[Any] = []  # keys of every layer, then values: f32 [B, Hkv, T, D], or u8 of a row's bytes
         self._states: list[Any] = []  # of recurrent layers, f32 [B, ...]; kernels write them
@@ -107,11 +108,7 @@ class Session:
 
     @lengths.setter
     def lengths(self, values: Sequence[int]) -> None:  # kernels write keys and values at these rows, unchecked
-        given = array("lengths", values)
-        if given.shape != (self._batch,):
-            raise RequestError(f"lengths: {list(given.shape)}; give one for each of the {self._batch} sequences")
-        wanted = [whole("lengths", n, 0, int(most)) for n, most in zip(given.tolist(), self._stored, strict=True)]
-        if self._states and wanted != self.lengths:
+        if (wanted := lengths_up_to(self._stored.tolist(), values)) != self.lengths and self._states:
             if any(wanted):
                 raise RequestError(
                     f"position={wanted[0]}: the model's recurrent layers keep no state but that of token "
@@ -120,6 +117,9 @@ class Session:
             self._stored[:] = 0
             self._forget_states()
         self._lengths[:] = wanted
+        self._forget_drafts()
+
+    def _forget_drafts(self) -> None:
         self._drafts = None
         self.parts.forget()
         self.hidden.forget()
@@ -140,23 +140,15 @@ class Session:
             RequestError: ids out of range, another batch, or more tokens than the model has positions; or several
                 tokens behind sequences of different lengths, which take one each.
         """
-        tokens = token_ids(ids, self._model["vocab_size"])
-        count = tokens.shape[1]
-        rows = np.array([count - 1]) if keep is None else array("keep", keep)
-        inside = rows.ndim == 1 and rows.size and rows.dtype.kind in "iu" and rows.min() >= 0 and rows.max() < count
-        if tokens.shape[0] != self._batch or not inside:
-            raise RequestError(
-                f"ids {list(tokens.shape)}, keep {rows.tolist()}: the session's batch is {self._batch}, and keep must "
-                "list indices of these tokens"
-            )
+        count = (tokens := token_ids(ids, self._model["vocab_size"])).shape[1]
+        rows = kept_rows(keep, tokens.shape, self._batch)
         if self._is_ragged and (count > 1 or "verify" not in self._entries):
             raise RequestError(
                 f"ids {list(tokens.shape)}: the sequences have different lengths, {self.lengths}; a step takes one "
                 f"token of each, and verify() several{_NEEDS if 'verify' not in self._entries else ''}"
             )
         self.make_room(count)
-        self._drafts = None
-        self.hidden.forget()
+        self._forget_drafts()
         if self._is_ragged or (self.hidden.is_wanted and count == 1):
             every, places = np.arange(self._batch), self._lengths.copy()
             found = self._verified(tokens[:, 0], places, every, np.full_like(every, -1), every, places)
@@ -168,6 +160,17 @@ class Session:
             logits = self._logits(tokens, rows)
         self.advance(count)
         return logits
+
+    def take(self, sequence: int, other: Session) -> None:
+        """Put the only sequence of another session in place of one of this session's; keys and values are copied."""
+        fits = isinstance(other, Session) and other.batch == 1 and other._model is self._model and not self._states
+        if not (fits and isinstance(self._device, Host)):
+            raise RequestError("take: give a session of one sequence, of the same bundle, on a CPU, without states")
+        own, length = whole("sequence", sequence, 0, self._batch - 1), int(other._lengths[0])
+        self._make_room_behind(np.array([own]), *np.full((2, 1), length - 1))
+        self._device.copy_rows(other._caches, self._caches, own, length)
+        self._lengths[own] = self._stored[own] = length
+        self._forget_drafts()
 
     def advance(self, count: int) -> NDArray[np.int64]:
         """Append tokens whose keys and values the caller writes; return where each sequence ended."""
@@ -249,10 +252,7 @@ class Session:
 
     def _behind(self, ids: ArrayLike, ahead: ArrayLike, slot: ArrayLike | None) -> tuple[NDArray[Any], ...]:
         """Check drafted tokens and prepare for them; return them, and `ahead`, sequence and row of each."""
-        tokens, behind = token_ids(np.asarray(ids)[None], self._model["vocab_size"])[0], array("ahead", ahead)
-        slots = np.zeros_like(tokens) if slot is None else indices("slot", slot, self._batch)
-        if not behind.shape == slots.shape == tokens.shape or behind.dtype.kind not in "iu" or behind.min() < 0:
-            raise RequestError(f"ahead {behind.tolist()!r:.100}: give a whole number, at least 0, for each token")
+        tokens, behind, slots = tokens_ahead(ids, ahead, slot, self._model["vocab_size"], self._batch)
         places = self._lengths[slots] + behind
         self._make_room_behind(slots, places, places)
         return tokens, behind, slots, places

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import tvm
-from tvm.script.parser.core import doc
+from tvm.script.parser.core import doc, evaluator
 from tvm.script.parser.core.parser import ScriptMacro
 from tvm.tirx.script.parser import entry
 
@@ -31,11 +31,14 @@ def test_kernels_are_those_of_tvms_own_search(monkeypatch: pytest.MonkeyPatch) -
     assert ScriptMacro._find_parser_def is macros._find_parser
     assert entry.inspect.stack is macros._stack
     assert ScriptMacro.get_macro_def is macros._definition
+    assert evaluator._eval_expr is macros._evaluate and evaluator._eval_assign is macros._assign
     ours = written()
     tvm.ir.assert_structural_equal(ours, written())  # of trees that were read before
     monkeypatch.setattr(ScriptMacro, "_find_parser_def", by_inspection)
     monkeypatch.setattr(entry, "inspect", inspect)
     monkeypatch.setattr(macros, "_parsed", doc.parse)
+    monkeypatch.setattr(evaluator, "_eval_expr", macros._tvm_evaluate)
+    monkeypatch.setattr(evaluator, "_eval_assign", macros._tvm_assign)
     tvm.ir.assert_structural_equal(ours, written())
 
 

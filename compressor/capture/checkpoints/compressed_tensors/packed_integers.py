@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from compressor.capture.checkpoints.bit_fields import scale_shape, spread, unpack_words, word_count
+from compressor.capture.checkpoints.bit_fields import pack_words, scale_shape, spread, unpack_words, word_count
 from compressor.capture.checkpoints.compressed_tensors.plain_codes import check_no_zero, check_scale
 from compressor.capture.checkpoints.compressed_tensors.scheme import Scheme
 from compressor.capture.checkpoints.dense_weights import FLOATS, DenseWeight, Stored
@@ -55,6 +55,22 @@ def packed_values(
     else:
         values -= _place(zero.float() + 2 ** (bits - 1), block, shape, g_idx)
     return values.mul_(_place(scale, block, shape, g_idx))
+
+
+def packed_tensors(codes: Tensor, scales: Tensor, zeros: Tensor | None, *, bits: int) -> dict[str, Tensor]:
+    """Store one linear: the inverse of :func:`packed_values`.
+
+    Args:
+        codes: uint8 [out, in].
+        scales: float [out, groups].
+        zeros: uint8 [out, groups]; None where it is 2^(bits - 1) everywhere.
+        bits: of a code.
+    """
+    found = {"weight_packed": pack_words(codes, bits), "weight_scale": scales}
+    found["weight_shape"] = torch.tensor(codes.shape, dtype=torch.int64)
+    if zeros is not None:
+        found["weight_zero_point"] = pack_words(zeros.t(), bits).t().contiguous()
+    return found
 
 
 def _place(scales: Tensor, block: tuple[int, int], shape: tuple[int, int], g_idx: Tensor | None) -> Tensor:

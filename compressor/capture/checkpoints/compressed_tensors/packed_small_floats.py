@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from compressor.capture.checkpoints.bit_fields import e8m0_scales, spread, unpack_fp4
+from compressor.capture.checkpoints.bit_fields import e8m0_scales, pack_fp4, spread, unpack_fp4
 from compressor.capture.checkpoints.compressed_tensors.scheme import Scheme
 from compressor.capture.checkpoints.dense_weights import DenseWeight, Stored
 
@@ -42,6 +42,22 @@ def mxfp4_linear_values(packed: Tensor, scale: Tensor, *, group_size: int) -> Te
     values = unpack_fp4(packed)
     values *= spread(e8m0_scales(scale), (1, group_size), tuple(values.shape))
     return values.bfloat16()
+
+
+def nvfp4_tensors(codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> dict[str, Tensor]:
+    """Store one linear: the inverse of :func:`nvfp4_values`, but for the rounding of the global scale.
+
+    Args:
+        codes: uint8 [out, in], sign and magnitude.
+        scales: float8_e4m3fn [out, in / 16].
+        tensor_scale: float32 [1]; multiplies, and is stored as what divides.
+    """
+    return {"weight_packed": pack_fp4(codes), "weight_scale": scales, "weight_global_scale": 1 / tensor_scale.float()}
+
+
+def mxfp4_tensors(codes: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    """Store one linear, the inverse of :func:`mxfp4_linear_values`: uint8 [out, in] and E8M0 [out, in / 32]."""
+    return {"weight_packed": pack_fp4(codes), "weight_scale": scales.view(torch.uint8)}
 
 
 def packed_float_weight(stored: Stored, module: str, scheme: Scheme) -> DenseWeight:

@@ -32,6 +32,23 @@ def shifted_values(weight: Tensor, scale: Tensor, zero: Tensor, *, block: tuple[
     return (weight.float() - spread(zero, block, shape)) * spread(scale, block, shape)
 
 
+def integer_tensors(codes: Tensor, scales: Tensor, zeros: Tensor | None) -> dict[str, Tensor]:
+    """Store one linear of 8 bits, the inverse of :func:`shifted_values`: uint8 [out, in], scales and zeros [rows,
+    groups] of its blocks; a code and a zero are stored less 128.
+    """
+    found = {"weight": _signed(codes), "weight_scale": scales}
+    return found if zeros is None else {**found, "weight_zero_point": _signed(zeros)}
+
+
+def _signed(codes: Tensor) -> Tensor:
+    return (codes.to(torch.int16) - 128).to(torch.int8)
+
+
+def float_tensors(codes: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    """Store one linear of 8-bit floats: E4M3 codes uint8 [out, in], scales [rows, groups] of its blocks."""
+    return {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": scales}
+
+
 def plain_weight(stored: Stored, module: str, scheme: Scheme) -> DenseWeight:
     """Return the dense weight of a module.
 

@@ -54,6 +54,11 @@ class Host:
         rows = np.from_dlpack(cache)
         rows[entry, :, list(places)] = rows[entry, :, list(sources)]
 
+    def copy_rows(self, sources: Sequence[Any], caches: Sequence[Any], entry: int, count: int) -> None:
+        """Copy the first rows of caches [1, H, T, D] to an entry of others [B, H, T, D]."""
+        for source, cache in zip(sources, caches, strict=True):
+            np.from_dlpack(cache)[entry, :, :count] = np.from_dlpack(source)[0, :, :count]
+
     def check_room(self, size_bytes: int, what: str) -> None:
         """Raise a RequestError where this machine's memory cannot hold what is asked for."""
         if size_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):

@@ -25,6 +25,7 @@ class Outcome:
         notes: warnings.
         remarks: what passes have to say beside their records, what came from the cache, and how schedules were chosen.
         fronts: what searches found for several budgets: a measure, and the choices that were scored, by rising cost.
+        exports: what was written for other programs, as ``compress export --json`` prints it.
         schedules: of each kernel that was timed, what was tried and what won.
         checks: what else was made sure of.
         predictions: the plan beside what happened: (name, predicted, measured, predicted / measured).
@@ -42,3 +43,4 @@ class Outcome:
     remarks: Sequence[str] = ()
     schedules: Sequence[Mapping[str, Any]] = ()
     fronts: Sequence[Mapping[str, Any]] = ()
+    exports: Sequence[Mapping[str, Any]] = ()

@@ -1,0 +1,132 @@
+"""Give a compressed graph dense operators again, so that it can be held against the model that another program makes.
+
+packed_linear(x, parts, bias)        becomes   dense_linear(x, weight, bias)
+packed_embedding(ids, parts)         becomes   embedding(weight, ids)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from compressor.capture.normalize import cast_half_embeddings
+from compressor.errors import UsageError
+from compressor.formats.format import Format
+from compressor.formats.packing import PackedWeight
+from compressor.graph.model import clone_graph
+from compressor.graph.provenance import Stored, describe, owner
+from compressor.graph.rewrite import drop_dead_parameters, set_parameter
+
+_OURS, _EMBEDDING = torch.ops.compressor, torch.ops.aten.embedding.default
+_LINEAR, _LOOKED_UP = _OURS.packed_linear.default, _OURS.packed_embedding.default
+_ENDS = (".weight", "", "_linear", "_table")
+"""What a parameter's name has behind the name under which its packed parts lie, or lacks there."""
+
+
+@dataclass(frozen=True)
+class PackedSite:
+    """A weight that a graph stores packed.
+
+    Attributes:
+        parameter: its name in the captured model, with ``.weight`` at the end as a rule.
+        packed: the weight; on the meta device in plans.
+        module_class: of the linear that reads it, or Embedding.
+        input: what the linear reads; sites with the same one are merged by some programs.
+        stored: how the model's folder holds it.
+        reads_table: an embedding looks rows of it up.
+    """
+
+    parameter: str
+    packed: PackedWeight
+    module_class: str
+    input: str
+    stored: Stored
+    reads_table: bool = False
+
+    @property
+    def module(self) -> str:
+        """The module that has the weight."""
+        return self.parameter.removesuffix(".weight")
+
+
+def list_packed(graph: GraphModule) -> list[PackedSite]:
+    """List the packed weights of a graph, one for each that is stored.
+
+    Raises:
+        UsageError: an operator reads packed weights that no linear or embedding of the model holds.
+    """
+    stored: Mapping[str, Stored] = graph.meta.get("stored", {})
+    found: dict[str, PackedSite] = {}
+    for node in graph.graph.nodes:
+        if "::packed_" not in getattr(node.target, "name", str)():
+            continue
+        if node.target not in (_LINEAR, _LOOKED_UP):
+            raise UsageError(f"{describe(node)} is {node.target}, which no program's layout has: bundle only")
+        base, packed = _weight(graph, node)
+        parameter = _parameter(base, stored)
+        if parameter is None:
+            raise UsageError(f"{base}: {packed.format.name}: the model's folder has no such weight: bundle only")
+        if parameter in found and node.target is _LINEAR:  # another call, or a tied head
+            continue
+        table, read = node.target is _LOOKED_UP, str(node.args[0])
+        kind = "Embedding" if table else owner(node)[1]
+        found[parameter] = PackedSite(parameter, packed, kind, read, stored[parameter], table)
+    return list(found.values())
+
+
+def _weight(graph: GraphModule, node: Node) -> tuple[str, PackedWeight]:
+    args: Any = node.args
+    parts, name = args[1], args[3] if node.target is _LINEAR else args[2]
+    sizes = (args[5], args[4]) if node.target is _LINEAR else (args[3], args[4])
+    held = [graph.get_parameter(part.target).detach() for part in parts]
+    base = parts[0].target.removesuffix(".codes").removesuffix(".lower")
+    return base, PackedWeight.of(held, Format.parse(name), sizes)
+
+
+def _parameter(base: str, stored: Mapping[str, Stored]) -> str | None:
+    names = [f"{base}.weight", base, *(base.removesuffix(end) for end in _ENDS if end and base.endswith(end))]
+    return next((name for name in names if name in stored), None)
+
+
+def dense_form(graph: GraphModule, value: Callable[[PackedSite], Tensor]) -> GraphModule:
+    """Return a copy whose packed weights are dense parameters under the model's own names.
+
+    Args:
+        value: gives the weight [out, in] of a site; one on the meta device for a plan.
+    """
+    sites = {site.parameter: site for site in list_packed(graph)}
+    stored: Mapping[str, Stored] = graph.meta["stored"]
+    graph = clone_graph(graph)
+    types: dict[str, torch.dtype] = {}
+    for parameter, site in sites.items():
+        weight = value(site)
+        types[parameter] = weight.dtype
+        set_parameter(graph, parameter, weight)
+    for node in list(graph.graph.nodes):
+        if node.target not in (_LINEAR, _LOOKED_UP):
+            continue
+        parts: Any = node.args[1]
+        base = parts[0].target.removesuffix(".codes").removesuffix(".lower")
+        parameter = str(_parameter(base, stored))
+        with graph.graph.inserting_before(node):
+            weight_node = graph.graph.get_attr(parameter)
+        weight_node.meta["val"] = graph.get_parameter(parameter)
+        if node.target is _LINEAR:
+            node.target, node.args = _OURS.dense_linear.default, (node.args[0], weight_node, node.args[2])
+        else:
+            node.target, node.args = _EMBEDDING, (weight_node, node.args[0])
+    tables = {name: kind for name, kind in types.items() if sites[name].reads_table}
+    known = {node.target: graph.get_parameter(node.target).dtype for node in _table_weights(graph)}
+    cast_half_embeddings(graph.graph, {name: tables.get(name, torch.float32) for name in known})
+    drop_dead_parameters(graph)
+    return graph
+
+
+def _table_weights(graph: GraphModule) -> list[Any]:
+    found = [node.args[0] for node in graph.graph.find_nodes(op="call_function", target=_EMBEDDING)]
+    return [node for node in found if isinstance(node, Node) and node.op == "get_attr"]

@@ -1,0 +1,238 @@
+"""Define an export: one file of :mod:`compressor.export.foreign` each, found by name, its fields its options.
+
+    graph --plan--> ExportForm(what is written, in words)    refuses what the layout cannot hold, without a weight
+          --write--> folder, bytes of each tensor            the folder is captured again, and is the same program
+
+A site is written dequantised only where ``dense`` names it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compressor.capture.weights import folder_source
+from compressor.errors import UsageError
+from compressor.export.checkpoints.fewer_layers import lists_of
+from compressor.export.checkpoints.folder import FolderForm, plan_folder, write_folder
+from compressor.export.exchange.dense_form import PackedSite, dense_form, list_packed
+from compressor.formats.packing import dequantize_rows
+from compressor.graph.model import ModelInfo
+from compressor.host.cache import cache_folder
+from compressor.host.tensor_files import Spill
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class StoredSize:
+    """Bytes that a weight takes in an export, and its number of elements."""
+
+    bytes: int
+    elements: int
+
+    @property
+    def bits(self) -> float:
+        """Bits a weight, scales and zero points included."""
+        return 8 * self.bytes / self.elements
+
+
+@dataclass(frozen=True)
+class Written:
+    """A written folder: the size of each weight by its name in the files."""
+
+    sizes: Mapping[str, StoredSize]
+
+    @property
+    def bits(self) -> float:
+        """Bits a weight over all tensors of the model: those that stay dense as well."""
+        return sum(s.bytes for s in self.sizes.values()) * 8 / sum(s.elements for s in self.sizes.values())
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How a client loads a folder.
+
+    Attributes:
+        dtype: that it computes in, as torch calls it.
+        dequantize: weights become dense as they are loaded, not at the first call.
+    """
+
+    dtype: str = "float32"
+    dequantize: bool = False
+
+
+@dataclass(frozen=True)
+class Export(ABC):
+    """How a compressed graph is written for another program.  Subclasses are frozen dataclasses too.
+
+    Attributes:
+        dense: names or endings of names of sites that are written dequantised, in float32, by request.
+    """
+
+    dense: str | tuple[str, ...] = ()
+
+    title: ClassVar[str]
+    """Name of the layout, for messages."""
+    client: ClassVar[str] = "compressor.export.exchange.transformers_client"
+    """Module of the process that loads what was written."""
+    packages: ClassVar[tuple[str, ...]] = ()
+    """What the client needs beside transformers: names of packages."""
+
+    @abstractmethod
+    def why_not(self, site: PackedSite) -> str:
+        """Say why the layout cannot hold a site exactly; empty if it can.  Weights may be on the meta device."""
+
+    def loading(self, sites: Sequence[PackedSite]) -> Loading:
+        """Say how the client loads the folder when it is checked."""
+        return Loading()
+
+    def why_not_together(self, sites: Sequence[PackedSite], linears: Sequence[str]) -> str:
+        """Say why the layout cannot hold the packed sites beside each other; empty if it can.
+
+        Args:
+            linears: all modules of the class Linear, by the loader's names.
+        """
+        return ""
+
+    @abstractmethod
+    def encode(self, site: PackedSite) -> Mapping[str, Tensor]:
+        """Return what is stored for a site, by the last part of the name."""
+
+    def value(self, parts: Mapping[str, Tensor]) -> Tensor | None:
+        """Return what the stored tensors stand for, float32, where that is not the site's own value to the last bit."""
+        return None
+
+    def configuration(self, sites: Sequence[PackedSite], linears: Sequence[str]) -> Mapping[str, Any]:
+        """Return what config.json says of the packed sites; ``linears`` are all modules of the class Linear."""
+        return {}
+
+    def notes(self, sites: Sequence[PackedSite]) -> list[str]:
+        """Say what a reader should know of the sites."""
+        return []
+
+    def plan(self, graph: GraphModule, trust_remote_code: bool = False) -> ExportForm:
+        """Check that a compressed graph can be written; weights are not read.
+
+        Raises:
+            UsageError: a site, or the model, cannot be held; the site and its format are named.
+        """
+        sites = list_packed(graph)
+        kept = self._kept(sites)
+        wrong = [f"{s.module}: {s.packed.format.name}: {self.title} {why}" for s in kept if (why := self._why_not(s))]
+        if wrong:
+            more = f" (and {len(wrong) - _SHOWN} more sites)" if len(wrong) > _SHOWN else ""
+            raise UsageError(
+                "\n".join(wrong[:_SHOWN]) + f"{more}; choose another export, or have such sites written dequantised, "
+                f"in float32: --set dense={wrong[0].partition(':')[0]}"
+            )
+        folder = _model_folder(graph)
+        source = folder_source(folder, weights=False)
+
+        def hole(site: PackedSite) -> Tensor:
+            return torch.empty(site.packed.shape, dtype=source.read(site.stored.names[0]).dtype, device="meta")
+
+        dense = dense_form(graph, hole)
+        form = ExportForm(self, plan_folder(dense, trust_remote_code), tuple(site.parameter for site in kept))
+        if kept:
+            linears, named = form.linears(), _as_loaded(kept, dense)
+            if unknown := [site.module for site in named if site.module not in linears]:
+                raise UsageError(f"{unknown[0]}: {self.title} names modules, and the loader has none of this name")
+            if why := self.why_not_together(named, linears):
+                raise UsageError(f"{self.title} {why}; choose another export, or other formats")
+        return form
+
+    def _kept(self, sites: Sequence[PackedSite]) -> list[PackedSite]:
+        named = [self.dense] if isinstance(self.dense, str) else list(self.dense)
+        hits = {name: {s.module for s in sites if _matches(name, s.module)} for name in named}
+        if unused := [name for name, found in hits.items() if not found]:
+            raise UsageError(f"dense: {unused[0]!r} is not a packed site; there are {_some([s.module for s in sites])}")
+        return [site for site in sites if not any(site.module in found for found in hits.values())]
+
+    def _why_not(self, site: PackedSite) -> str:
+        if site.stored.reason:
+            return f"has no place for it: {site.stored.reason}"
+        return self.why_not(site)
+
+
+@dataclass(frozen=True)
+class ExportForm:
+    """How a graph is written.
+
+    Attributes:
+        export: the layout.
+        folder: the configuration and the names.
+        packed: parameters that stay packed.
+    """
+
+    export: Export
+    folder: FolderForm
+    packed: tuple[str, ...]
+
+    def write(self, folder: Path, graph: GraphModule) -> Written:
+        """Write a compressed graph into an empty folder, read that again, and compare the two programs.
+
+        Raises:
+            VerificationError: what was written is another model.
+        """
+        packed: dict[str, Mapping[str, Tensor]] = {}
+        spill = Spill(cache_folder() / "spilled", "dense weights, for the comparison of an export")
+
+        def value(site: PackedSite) -> Tensor:
+            place = spill.empty(site.packed.shape, torch.float32)
+            if site.parameter in self.packed:
+                packed[site.parameter] = self.export.encode(site)
+                exact = self.export.value(packed[site.parameter])
+                if exact is not None:
+                    return exact
+            for rows, values in dequantize_rows(site.packed):
+                place[rows] = values
+            return place
+
+        dense = dense_form(graph, value)
+        sites = [site for site in list_packed(graph) if site.parameter in self.packed]
+        more = self.export.configuration(_as_loaded(sites, dense), self.linears()) if sites else {}
+        sizes = write_folder(folder, dense, self.folder, packed, more)
+        return Written({name: StoredSize(*size) for name, size in sizes.items()})
+
+    def linears(self) -> list[str]:
+        """Return the modules of the class Linear that the configuration makes, by the loader's names."""
+        import transformers
+        from transformers import AutoConfig
+
+        content = dict(self.folder.config)
+        name = (content.get("architectures") or ["no class"])[0]
+        architecture: Any = getattr(transformers, name, None)
+        if architecture is None:
+            raise UsageError(f"{name} is not a class of transformers: names of its modules are not known")
+        with torch.device("meta"):
+            model = architecture(AutoConfig.for_model(**content))
+        return [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
+
+
+def _as_loaded(sites: Sequence[PackedSite], dense: GraphModule) -> list[PackedSite]:
+    """Return sites under the names that their modules have in the folder: layers behind others that went move up."""
+    lists, _ = lists_of(dense)
+    return [replace(site, parameter=str(lists.renamed(site.parameter))) for site in sites]
+
+
+def _model_folder(graph: GraphModule) -> Path:
+    info: ModelInfo = graph.meta["model"]
+    if info.source is None or not (info.source / "config.json").is_file():
+        raise UsageError(f"{info.name} does not come from a Hugging Face folder: it can be a bundle only")
+    return info.source
+
+
+def _matches(name: str, module: str) -> bool:
+    return module == name or module.endswith(f".{name}")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
