@@ -91,7 +91,7 @@ def recording(
     Raises:
         UsageError: raised before the block if one of the files cannot be written; then neither is.
     """
-    if junit is not None and report is not None and junit.resolve() == report.resolve():
+    if junit is not None and report is not None and os.path.realpath(junit) == os.path.realpath(report):
         raise UsageError(f"{junit}: is named for both the JUnit file and the report; choose two names")
     paths = [path for path in (junit, report) if path is not None]
     for path in paths:
@@ -107,7 +107,8 @@ def recording(
 
 
 def _check_file(path: Path) -> None:
-    if path.is_dir() or (path.exists() and not path.is_file()):
+    is_loop = os.path.islink(os.path.realpath(path))  # of links
+    if is_loop or path.is_dir() or (path.exists() and not path.is_file()):
         raise UsageError(f"{path}: is not a file; choose another name")
     parent = next(folder for folder in path.absolute().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
@@ -116,7 +117,7 @@ def _check_file(path: Path) -> None:
 
 def _check_outside(paths: Sequence[Path], bundle: Path) -> None:
     for path in paths:
-        if path.resolve().is_relative_to(bundle.resolve()):
+        if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(bundle)):
             raise UsageError(
                 f"{path}: lies inside the bundle, {bundle}, which is made as a whole; choose another place"
             )

@@ -198,7 +198,12 @@ def below_a_file(root: Path) -> Path:
     return root / "file" / "j.xml"
 
 
-@pytest.mark.parametrize("make", [a_folder, below_a_file, lambda root: root / "bundle" / "j.xml"])
+def a_loop(root: Path) -> Path:
+    (root / "loop").symlink_to("loop")
+    return root / "loop"
+
+
+@pytest.mark.parametrize("make", [a_folder, below_a_file, a_loop, lambda root: root / "bundle" / "j.xml"])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_place_that_cannot_be_written_to_is_found_at_once(
     make: Callable[[Path], Path], first: bool, tmp_path: Path
