@@ -79,9 +79,12 @@ def test_errors_of_a_launch(new: str, error: str) -> None:
 
 def test_memory_of_the_host_and_too_much_of_it_are_refused() -> None:
     kernel = lockstep.build(reversed_rows(32))
-    lockstep.start(memory=1 << 20)
+    lockstep.start()
+    held = tvm.runtime.empty((1 << 19,), "float32", tvm.cuda(0))
+    lockstep.start(memory=1 << 20)  # less than is held
     with pytest.raises(Exception, match="out of device memory"):
         tvm.runtime.empty((1 << 20,), "float32", tvm.cuda(0))
+    del held
     lockstep.start()
     fresh = tvm.runtime.empty((64,), "float32", tvm.cuda(0))
     assert np.isnan(fresh.numpy()).all()

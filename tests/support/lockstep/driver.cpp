@@ -271,14 +271,14 @@ int cudaGetDeviceProperties(char* properties, int) {
 }
 
 int cudaMemGetInfo(std::size_t* free_bytes, std::size_t* total) {
-  *free_bytes = memory - used, *total = memory;
+  *free_bytes = used < memory ? memory - used : 0, *total = memory;  // a test may shrink the memory below what is used
   return SUCCESS;
 }
 
 int cudaMalloc(void** pointer, std::size_t bytes) {
   const Turn mine(turn);
   if (const int status = refuse_in_capture("an allocation")) return status;
-  if (bytes > memory - used) return fail(OUT_OF_MEMORY, "out of device memory");
+  if (bytes > memory || used > memory - bytes) return fail(OUT_OF_MEMORY, "out of device memory");
   const std::size_t padded = (bytes + 255) / 256 * 256;
   auto* first = static_cast<unsigned char*>(std::aligned_alloc(256, padded + 2 * ZONE));
   std::memset(first, 0xFF, padded + 2 * ZONE);
