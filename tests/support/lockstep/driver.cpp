@@ -158,7 +158,10 @@ int refuse_in_capture(const char* what) {
 extern "C" {
 
 void lockstep_configure(int compute_capability, std::size_t bytes) { capability = compute_capability, memory = bytes; }
-void lockstep_set_order(int descending) { is_descending = descending != 0; }
+void lockstep_set_order(int descending) {
+  const Turn mine(turn);  // a launch of another thread keeps its order
+  is_descending = descending != 0;
+}
 int lockstep_launches() { return launches; }
 int lockstep_replays() { return replays; }
 std::size_t lockstep_memory_used() { return used; }
