@@ -1,4 +1,4 @@
-"""What there is: catalogues of passes, formats, targets, recipes and sets; the contents of bundles and models."""
+"""What there is: catalogues of passes, formats, targets, recipes, sets and plug-ins, and each of them in full."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from compressor.cli.outline import Outline, outline
+from compressor.cli.outline import Outline, outline, unmet_import
 from compressor.errors import CompressorError, UnknownFormatError, UsageError
 from compressor.host.resources import resource
-from compressor.registry import Registry
+from compressor.registry import Plugin, Registry
 
 
 def catalogue(kind: str) -> dict[str, str]:
@@ -74,6 +74,31 @@ def _devices() -> dict[str, str]:
     }
 
 
+def _plugins() -> dict[str, str]:
+    """Entry points of other packages, by kind and name: the package, its version, where it lies, and what it does."""
+    from compressor.registry import plugins
+
+    listed: dict[str, str] = {}
+    for plugin in plugins():  # two packages may claim one name
+        key = f"{plugin.registry.kind} {plugin.name}"
+        listed[key] = _plugin_line(plugin) if key not in listed else f"{listed[key]}; also {plugin}"
+    return listed
+
+
+def _plugin_line(plugin: Plugin) -> str:
+    registry, name = plugin.registry, plugin.name
+    others = sorted(str(one) for one in registry.plugins() if one.name == name)
+    if registry.ships(name):
+        return f"{plugin}: UNUSED: compressor's own {registry.kind} of this name is what recipes get"
+    if len(others) > 1:
+        return f"BROKEN: claimed by several packages; uninstall all but one: {plugin}"
+    text = _summary(registry, name)
+    if not text.startswith(_BROKEN) and (why := unmet_import(plugin.place)):
+        text = f"{_BROKEN}{registry.kind} {name!r}: {why}"
+    return f"{plugin}: {text}"
+
+
+_BROKEN = "BROKEN: "
 KINDS: Mapping[str, Callable[[], dict[str, str]]] = {
     "passes": _passes,
     "formats": _formats,
@@ -82,6 +107,7 @@ KINDS: Mapping[str, Callable[[], dict[str, str]]] = {
     "recipes": _recipes,
     "calibration": _calibration,
     "devices": _devices,
+    "plugins": _plugins,
 }
 
 
@@ -127,7 +153,7 @@ def describe(name: str) -> dict[str, Any]:
             texts.append(write(name))
     if texts:
         return {"name": name, "kind": "format", "text": "\n\n".join(texts), **_format_facts(name)}
-    known = [known for kind in KINDS for known in catalogue(kind)]
+    known = [known for kind in KINDS if kind != "plugins" for known in catalogue(kind)]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
     raise UsageError(
         f"{name!r} is not a pass, format, target, export, recipe or calibration set; nearest: {', '.join(near)}"
@@ -224,7 +250,7 @@ def _summary(registry: Registry, name: str) -> str:
     try:
         return outline(registry, name).summary
     except CompressorError as error:  # somebody else's: the others are listed nevertheless
-        return f"BROKEN: {error}"
+        return f"{_BROKEN}{error}"
 
 
 def _first_sentence(path: Path) -> str:

@@ -173,8 +173,8 @@ def recipe_name(step: Any) -> str:
     """Return the name under which a recipe finds the pass."""
     from compressor.registry import PASSES
 
-    place = f"{type(step).__module__}:{type(step).__qualname__}"
-    return next((name for name, known in PASSES.names().items() if known == place), PASSES.name_of(step))
+    plugin = PASSES.plugin_of(step)
+    return PASSES.name_of(step) if plugin is None else plugin.name
 
 
 def options_of(instance: Any) -> dict[str, Any]:
