@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from tiny_images import classifier, pictures, resnet, save
 from tiny_models import save_model
 
 from compressor.cli.commands import main
@@ -68,6 +69,18 @@ def test_a_terminal_is_asked_for_what_is_not_given(
     assert content["model"] == "model" and content["target"] == "null"
     assert content["calibration"] == {"text": "my text.txt", "samples": 64, "sequence_length": 64}
     assert content["passes"][0]["gptq"]["scheme"] == "W8A16"
+
+
+def test_networks_of_images_learn_from_images(init: Callable[..., Result]) -> None:
+    save(classifier(resnet()), Path("resnet"))
+    pictures(Path("pictures"), 24)
+    refused = init("resnet", "--text", "my text.txt", "-o", "resnet.yaml")
+    assert refused.exit_code == 2 and "name a folder of them with --images" in refused.output
+    result = init("resnet", "--images", "pictures", "--target", "wasm", "-o", "a: #b\n.yaml")
+    assert result.exit_code == 0, result.output
+    (step,) = load_recipe("a: #b\n.yaml").passes
+    assert (step.scheme, step.targets) == ("W8A8", "re:.*")
+    assert "#     compress run 'a: #b?.yaml' -o 'build/a: #b?'\n" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ Nothing is written that a plan of the passes refuses.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,7 @@ def write_first_recipe(wishes: Wishes, file: Path) -> FirstRecipe:
         UsageError: the file is there already, the model is not served, or the wishes do not fit it or one another.
     """
     check_place(file)
-    setting = {"model": _from(file, wishes.model), "target": wishes.target}
+    setting: dict[str, Any] = {"model": _from(file, wishes.model), "target": wishes.target}
     captured = capture(Recipe.from_dict({**setting, "passes": []}).model_source(), weights=False)
     info: ModelInfo = captured.meta["model"]
     setting |= _data(wishes, info, file)
@@ -175,11 +176,12 @@ def _passes(captured: GraphModule, formats: Formats, scheme: str) -> list[dict[s
 def _lines(setting: Mapping[str, Any], file: Path, info: ModelInfo, sizes: tuple[int, int]) -> Iterator[str]:
     """Yield the lines of the file."""
     before, after = sizes
-    yield f"# {info.name}: {info.architecture}, {info.parameters:,} parameters."
+    place, bundle = (shlex.quote(_printable(name)) for name in (str(file), f"build/{file.stem}"))
+    yield f"# {_printable(info.name)}: {_printable(info.architecture)}, {info.parameters:,} parameters."
     yield f"# By the plan its weights go from {before:,} to {after:,} bytes."
     yield "#"
-    yield f"#     compress plan {file}"
-    yield f"#     compress run {file} -o build/{file.stem}"
+    yield f"#     compress plan {place}"
+    yield f"#     compress run {place} -o {bundle}"
     yield ""
     yield f"model: {_value(setting['model'])} # a folder, a shipped model, or an id on the Hugging Face hub"
     yield ""
@@ -214,6 +216,11 @@ def _lines(setting: Mapping[str, Any], file: Path, info: ModelInfo, sizes: tuple
         for metric, limit in setting["gates"].items():
             yield f'  {metric}: "{limit}"'
     yield ""
+
+
+def _printable(text: str) -> str:
+    """Return text for a comment: a name may hold the end of a line."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _value(value: Any) -> str:
