@@ -37,8 +37,8 @@ tune: "off"
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the example's wheel and install it into a folder, without network."""
-    if importlib.util.find_spec("hatchling") is None:
-        skip_or_fail("the build back end hatchling is not installed: pip install 'compressor[test]'")
+    if missing := [name for name in ("hatchling", "pip") if importlib.util.find_spec(name) is None]:
+        skip_or_fail(f"{' and '.join(missing)} not installed: pip install 'compressor[test]'")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
     command += ["--disable-pip-version-check", "--no-compile", "--target", str(folder), str(PACKAGE)]
