@@ -143,9 +143,14 @@ class Registry:
         return type(instance).__module__.rpartition(".")[0] == self.package
 
     def name_of(self, instance: object) -> str:
-        """Return the name of an instance: its file's name if it is ours, else its class's in lower case."""
-        kind = type(instance)
-        return kind.__module__.rpartition(".")[2] if self.owns(instance) else kind.__name__.lower()
+        """Return the name by which recipes find an instance's class: its file's if it is ours, or its entry point's.
+
+        A class that was never installed has its own name, in lower case.
+        """
+        if self.owns(instance):
+            return type(instance).__module__.rpartition(".")[2]
+        plugin = self.plugin_of(instance)
+        return type(instance).__name__.lower() if plugin is None else plugin.name
 
     def fits(self, candidate: object) -> bool:
         """Tell whether a class is one of the kind: a frozen dataclass that has the base, or the method."""

@@ -86,6 +86,7 @@ def test_a_recipe_uses_them_by_name(
     Path("recipe.yaml").write_text(RECIPE)
     content = json.loads(call("run", "recipe.yaml", "-o", "bundle", "--json"))
     steps = [site["pass_name"] for site in content["sites"]]
+    assert [step["name"] for step in content["passes"]] == ["capture", "clip_outliers", "rtn"]
     assert steps == ["clip_outliers"] * 7 + ["rtn"] * 7
     assert all("weights clipped" in site["note"] for site in content["sites"][:7])
     lock = json.loads(Path("bundle/compress.lock").read_text())
