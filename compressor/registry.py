@@ -1,4 +1,5 @@
-"""Find passes, exports and targets by the names that recipes use: files of this package, and entry points of others.
+"""Find passes, targets, exports and alternatives by the names that recipes use: files of this package, and entry points
+of others.
 
 A name is a file's name in the registry's folder, or an entry point's in its group.  Nothing is imported before it is
 asked for, so that listing names is quick.  Sub-folders are not searched.
@@ -14,11 +15,45 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from compressor.errors import CompressorError, UsageError
+from compressor.errors import CompressorError, UsageError, first_line
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """One entry point of another package.
+
+    Attributes:
+        registry: where it is found.
+        name: by which recipes use it.
+        place: ``module`` or ``module:Class``.
+        package: name of the distribution; empty where its metadata says none.
+        version: of the distribution.
+        folder: where it is installed.
+    """
+
+    registry: Registry
+    name: str
+    place: str
+    package: str = ""
+    version: str = ""
+    folder: str = ""
+
+    @classmethod
+    def of(cls, registry: Registry, entry: EntryPoint) -> Plugin:
+        """Read what an entry point and its distribution say."""
+        if entry.dist is None:
+            return cls(registry, entry.name, entry.value)
+        known = entry.dist.metadata["Name"], entry.dist.version, str(entry.dist.locate_file(""))
+        return cls(registry, entry.name, entry.value, *known)
+
+    def __str__(self) -> str:
+        """Name the package with its version and its folder, or the place where there is no package."""
+        return f"{self.package} {self.version} ({self.folder})" if self.package else self.place
 
 
 @dataclass(frozen=True)
@@ -68,8 +103,12 @@ class Registry:
         try:
             module = importlib.import_module(path)
             candidates = [getattr(module, attribute)] if attribute else list(vars(module).values())
-        except (ImportError, AttributeError) as error:
-            raise CompressorError(f"{self.kind} {name!r}: {known[name]} cannot be imported: {error}") from error
+        except Exception as error:  # whatever the packages of somebody else raise
+            if self.ships(name) and not isinstance(error, ImportError):
+                raise
+            where = "" if (plugin := self.plugin(name)) is None else f"; repair or uninstall {plugin}"
+            why = f"{known[name]} cannot be imported: {type(error).__name__}: {first_line(error)}"
+            raise CompressorError(f"{self.kind} {name!r}: {why}{where}") from error
         found: list[type[Any]] = [c for c in candidates if self.fits(c) and (attribute or c.__module__ == path)]
         if len(found) != 1:
             names = ", ".join(c.__name__ for c in found) or "none"
@@ -80,6 +119,21 @@ class Registry:
             )
         return found[0]
 
+    def plugins(self) -> list[Plugin]:
+        """Return the entry points of other packages by name, those that nothing uses as well; import none of them."""
+        found = {(entry.name, entry.value): entry for entry in entry_points(group=self.group)}
+        return [Plugin.of(self, found[key]) for key in sorted(found)]
+
+    def plugin(self, name: str) -> Plugin | None:
+        """Return the entry point that a name stands for; None for a name of ours or of nobody."""
+        return None if self.ships(name) else next((one for one in self.plugins() if one.name == name), None)
+
+    def plugin_of(self, instance: object) -> Plugin | None:
+        """Return the entry point that an instance's class was found by; None if it is ours, or was never installed."""
+        module, name = type(instance).__module__, type(instance).__qualname__
+        known = [] if self.owns(instance) else self.plugins()
+        return next((one for one in known if one.place in (module, f"{module}:{name}")), None)
+
     def ships(self, name: str) -> bool:
         """Return whether the class of that name lies in one of this package's files."""
         return importlib.util.find_spec(f"{self.package}.{name}") is not None
@@ -89,9 +143,14 @@ class Registry:
         return type(instance).__module__.rpartition(".")[0] == self.package
 
     def name_of(self, instance: object) -> str:
-        """Return the name of an instance: its file's name if it is ours, else its class's in lower case."""
-        kind = type(instance)
-        return kind.__module__.rpartition(".")[2] if self.owns(instance) else kind.__name__.lower()
+        """Return the name by which recipes find an instance's class: its file's if it is ours, or its entry point's.
+
+        A class that was never installed has its own name, in lower case.
+        """
+        if self.owns(instance):
+            return type(instance).__module__.rpartition(".")[2]
+        plugin = self.plugin_of(instance)
+        return type(instance).__name__.lower() if plugin is None else plugin.name
 
     def fits(self, candidate: object) -> bool:
         """Tell whether a class is one of the kind: a frozen dataclass that has the base, or the method."""
@@ -113,3 +172,16 @@ EXPORTS = Registry(
     "export", "compressor.export.foreign", "compressor.exports", base="compressor.export.exchange.export:Export"
 )
 TARGETS = Registry("target", "compressor.codegen.targets", "compressor.targets", method="resolve")
+ALTERNATIVES = Registry(
+    "alternative",
+    "compressor.search.alternatives",
+    "compressor.search.alternatives",
+    base="compressor.search.space:Alternative",
+)
+REGISTRIES = (PASSES, TARGETS, EXPORTS, ALTERNATIVES)
+
+
+def plugins() -> Iterator[Plugin]:
+    """Yield all entry points of other packages, kind by kind."""
+    for registry in REGISTRIES:
+        yield from registry.plugins()

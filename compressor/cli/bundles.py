@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from compressor.cli.catalogue import names_of
 from compressor.cli.invocation import (
     BUNDLE,
     BUNDLE_OR_MODEL,
@@ -239,7 +240,13 @@ def check(model: Path, as_json: bool) -> None:
 
 @click.command("export")
 @click.argument("bundle", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE))
-@click.option("--to", required=True, metavar="NAME", help="compressed-tensors, gptq, ...: `compress list exports`.")
+@click.option(
+    "--to",
+    required=True,
+    metavar="NAME",
+    help="compressed-tensors, gptq, ...: `compress list exports`.",
+    shell_complete=names_of("exports"),
+)
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="New folder.")
 @click.option("--set", "options", multiple=True, metavar="KEY=VALUE", help="Option, see `compress show NAME`.")
 @click.option("--model", help="Folder or id of the model that BUNDLE was made from, in place of its recipe's.")

@@ -1,20 +1,23 @@
-"""What there is: catalogues of passes, formats, targets, recipes and sets; the contents of bundles and models."""
+"""What there is: catalogues of passes, formats, targets, recipes, sets and plug-ins, and each of them in full."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from compressor.cli.outline import Outline, outline
+import click
+from click.shell_completion import CompletionItem
+
+from compressor.cli.outline import Outline, outline, unmet_import
 from compressor.errors import CompressorError, UnknownFormatError, UsageError
-from compressor.host.resources import resource
-from compressor.registry import Registry
+from compressor.host.resources import Kind, resource
+from compressor.registry import EXPORTS, PASSES, TARGETS, Plugin, Registry, plugins
 
 
 def catalogue(kind: str) -> dict[str, str]:
@@ -23,8 +26,6 @@ def catalogue(kind: str) -> dict[str, str]:
 
 
 def _passes() -> dict[str, str]:
-    from compressor.registry import PASSES
-
     return {name: _summary(PASSES, name) for name in PASSES.names()}
 
 
@@ -45,14 +46,10 @@ def _formats() -> dict[str, str]:
 
 
 def _targets() -> dict[str, str]:
-    from compressor.registry import TARGETS
-
     return {name: _summary(TARGETS, name) for name in TARGETS.names()}
 
 
 def _exports() -> dict[str, str]:
-    from compressor.registry import EXPORTS
-
     return {name: _summary(EXPORTS, name) for name in EXPORTS.names()}
 
 
@@ -74,6 +71,29 @@ def _devices() -> dict[str, str]:
     }
 
 
+def _plugins() -> dict[str, str]:
+    """Entry points of other packages, by kind and name: the package, its version, where it lies, and what it does."""
+    listed: dict[str, str] = {}
+    for plugin in plugins():  # two packages may claim one name
+        key = f"{plugin.registry.kind} {plugin.name}"
+        listed[key] = _plugin_line(plugin) if key not in listed else f"{listed[key]}; also {plugin}"
+    return listed
+
+
+def _plugin_line(plugin: Plugin) -> str:
+    registry, name = plugin.registry, plugin.name
+    others = sorted(str(one) for one in registry.plugins() if one.name == name)
+    if registry.ships(name):
+        return f"{plugin}: UNUSED: compressor's own {registry.kind} of this name is what recipes get"
+    if len(others) > 1:
+        return f"BROKEN: claimed by several packages; uninstall all but one: {plugin}"
+    text = _summary(registry, name)
+    if not text.startswith(_BROKEN) and (why := unmet_import(plugin.place)):
+        text = f"{_BROKEN}{registry.kind} {name!r}: {why}"
+    return f"{plugin}: {text}"
+
+
+_BROKEN = "BROKEN: "
 KINDS: Mapping[str, Callable[[], dict[str, str]]] = {
     "passes": _passes,
     "formats": _formats,
@@ -82,6 +102,43 @@ KINDS: Mapping[str, Callable[[], dict[str, str]]] = {
     "recipes": _recipes,
     "calibration": _calibration,
     "devices": _devices,
+    "plugins": _plugins,
+}
+
+
+def names_of(*kinds: str) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    """Make the completion of an argument in a shell: names of these kinds, and recipes in the current folder.
+
+    A shell waits for it at each key, so names are listed without their lines and no module of theirs is imported.
+    """
+
+    def complete(_ctx: click.Context, _parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+        names = [name for kind in kinds for name in _NAMES[kind]()]
+        if "recipes" in kinds:
+            names += sorted(path.name for path in Path().glob("*.yaml"))
+        found = [CompletionItem(name) for name in dict.fromkeys(names) if name.startswith(begun)]
+        return found or ([CompletionItem(begun, type="file")] if "recipes" in kinds else [])
+
+    return complete
+
+
+def _format_names() -> Iterable[str]:
+    from compressor.formats.names import PRESETS
+
+    return PRESETS
+
+
+def _shipped(kind: Kind) -> Callable[[], Iterable[str]]:
+    return lambda: sorted(path.stem for path in resource(kind).glob("*.yaml"))
+
+
+_NAMES: Mapping[str, Callable[[], Iterable[str]]] = {
+    "passes": PASSES.names,
+    "formats": _format_names,
+    "targets": TARGETS.names,
+    "exports": lambda: [name.replace("_", "-") for name in EXPORTS.names()],
+    "recipes": _shipped("recipes"),
+    "calibration": _shipped("calibration"),
 }
 
 
@@ -108,8 +165,6 @@ def describe(name: str) -> dict[str, Any]:
     Raises:
         UsageError: nothing has that name, and the nearest is named; or it is that of a format which cannot be.
     """
-    from compressor.registry import EXPORTS, PASSES, TARGETS
-
     if name in PASSES.names():
         return _described(name, "pass", outline(PASSES, name))
     if name in TARGETS.names():
@@ -127,7 +182,7 @@ def describe(name: str) -> dict[str, Any]:
             texts.append(write(name))
     if texts:
         return {"name": name, "kind": "format", "text": "\n\n".join(texts), **_format_facts(name)}
-    known = [known for kind in KINDS for known in catalogue(kind)]
+    known = [known for kind in KINDS if kind != "plugins" for known in catalogue(kind)]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
     raise UsageError(
         f"{name!r} is not a pass, format, target, export, recipe or calibration set; nearest: {', '.join(near)}"
@@ -224,7 +279,7 @@ def _summary(registry: Registry, name: str) -> str:
     try:
         return outline(registry, name).summary
     except CompressorError as error:  # somebody else's: the others are listed nevertheless
-        return f"BROKEN: {error}"
+        return f"{_BROKEN}{error}"
 
 
 def _first_sentence(path: Path) -> str:

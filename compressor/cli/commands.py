@@ -17,9 +17,10 @@ import click
 
 from compressor.cli import signals
 from compressor.cli.bundles import COMMANDS
-from compressor.cli.catalogue import KINDS, catalogue, describe
+from compressor.cli.catalogue import KINDS, catalogue, describe, names_of
 from compressor.cli.groups.cache import cache
 from compressor.cli.groups.device import device
+from compressor.cli.groups.init import init
 from compressor.cli.invocation import (
     BUNDLE_OR_MODEL,
     Commands,
@@ -36,10 +37,11 @@ from compressor.errors import GateError
 from compressor.host.modules import loading
 from compressor.host.threads import wait_passively
 
+_RECIPES, _TARGETS = names_of("recipes"), names_of("targets")
 _RECIPE_OPTIONS = (
-    click.argument("recipe"),
+    click.argument("recipe", shell_complete=_RECIPES),
     click.option("--model", help="Hugging Face folder or id, in place of the recipe's."),
-    click.option("--target", help="Target, in place of the recipe's."),
+    click.option("--target", help="Target, in place of the recipe's.", shell_complete=_TARGETS),
     click.option("-o", "--output", help="Folder of the bundle."),
     click.option(
         "--device", metavar="DEVICE", help="Of the target arm: rpc://HOST:PORT/KEY to time and check there, or a name."
@@ -168,7 +170,7 @@ def plan_command(recipe: str, probe: bool, as_json: bool, **changes: Any) -> Non
 
 @main.command()
 @click.argument("model")
-@click.option("--target", default="x86", show_default=True, help="Target to generate code for.")
+@click.option("--target", default="x86", show_default=True, help="Target of the code.", shell_complete=_TARGETS)
 @click.option("--budget", required=True, metavar="KIND=AMOUNT", help="weight_bytes=4MB, or latency=0.6 of dense.")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Folder of the bundle.")
 @click.option("--calibration", default="python_docs", show_default=True, help="Text or images that passes use.")
@@ -222,7 +224,7 @@ def auto(
 
 
 @main.command()
-@click.argument("recipe", required=False)
+@click.argument("recipe", required=False, shell_complete=_RECIPES)
 @click.option("--model", help="Hugging Face folder or id, in place of the recipe's.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override, e.g. target.cuda.arch=sm_90.")
 @click.option(
@@ -333,7 +335,7 @@ def list_command(what: str, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("name")
+@click.argument("name", shell_complete=names_of("passes", "targets", "exports", "recipes", "calibration", "formats"))
 @json_option
 @reported
 def show(name: str, as_json: bool) -> None:
@@ -342,5 +344,5 @@ def show(name: str, as_json: bool) -> None:
     emit(as_json, found, lambda: click.echo(found["text"]))
 
 
-for _command in (*COMMANDS, cache, device):
+for _command in (*COMMANDS, cache, device, init):
     main.add_command(_command)

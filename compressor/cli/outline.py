@@ -62,6 +62,47 @@ def outline(registry: Registry, name: str) -> Outline:
     return Outline(text, defaults)
 
 
+def unmet_import(place: str) -> str:
+    """Say which import at the top of a module cannot succeed; empty if there is none.  Nothing is executed.
+
+    Imports from this package are followed to the name, which another version may not have.
+
+    Args:
+        place: ``module`` or ``module:Class``.
+    """
+    module = place.partition(":")[0]
+    for statement in _parsed(module).body:
+        if isinstance(statement, ast.Import):
+            wanted = [(alias.name, "") for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+            wanted = [(statement.module, alias.name) for alias in statement.names]
+        else:
+            continue
+        for source, name in wanted:
+            if not _exists(source):
+                return f"{module} imports {source}, which is not installed"
+            if name and source.partition(".")[0] == __name__.partition(".")[0] and not _defines(source, name):
+                return f"{module} imports {name} from {source}, which this version does not have"
+    return ""
+
+
+def _exists(module: str) -> bool:
+    """Return whether a module can be found; of other packages only the outermost is looked for, and none imported."""
+    top = module.partition(".")[0]
+    try:
+        return importlib.util.find_spec(module if top == __name__.partition(".")[0] else top) is not None
+    except (ImportError, ValueError):  # ValueError: of a running script, such as __main__
+        return False
+
+
+def _defines(module: str, name: str) -> bool:
+    """Return whether a name occurs in a module, or is one of its own modules."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    source = Path(spec.origin).read_text(encoding="utf-8")
+    return name == "*" or re.search(rf"\b{re.escape(name)}\b", source) is not None or _exists(f"{module}.{name}")
+
+
 @lru_cache
 def _parsed(module: str) -> ast.Module:
     spec = importlib.util.find_spec(module)  # which imports the packages around it

@@ -16,8 +16,8 @@ from compressor.export.checkpoints.folder import FolderForm, plan_folder
 from compressor.export.checkpoints.program import ProgramForm, plan_program
 from compressor.export.publish import is_program_file
 from compressor.plan.passes import PlannedPasses
-from compressor.recipe.options import recipe_name
 from compressor.recipe.recipe import Recipe
+from compressor.registry import PASSES
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ def _plan(planned: PlannedPasses, recipe: Recipe) -> PlannedCheckpoint:
     after = next((place for place, graph in enumerate(graphs) if _is_packed(graph)), len(graphs)) - 1
     if after < 1:
         raise UsageError("no pass leaves another dense model: put those that prune before those that pack weights")
-    last, is_program = recipe_name(recipe.passes[after - 1]), is_program_file(Path(recipe.checkpoint or ""))
+    last, is_program = PASSES.name_of(recipe.passes[after - 1]), is_program_file(Path(recipe.checkpoint or ""))
     for step, planned_pass in zip(recipe.passes[:after], planned.passes, strict=False):
         if not is_program and not planned_pass.is_exact:
-            raise UsageError(f"bundle only: {recipe_name(step)} {step.inexact}, or leave `checkpoint` out")
+            raise UsageError(f"bundle only: {PASSES.name_of(step)} {step.inexact}, or leave `checkpoint` out")
     graph = graphs[after]
     form = plan_program(graph) if is_program else plan_folder(graph, recipe.trust_remote_code)
     note = f"checkpoint: the model as {last} leaves it goes to {recipe.checkpoint}, {form.words}"

@@ -30,7 +30,6 @@ from compressor.plan.model import PassPlan
 from compressor.plan.prices import machine_prices
 from compressor.recipe.drafts import ExitSpec
 from compressor.recipe.gates import METRICS, is_measured
-from compressor.recipe.options import recipe_name
 from compressor.registry import PASSES
 from compressor.search.knapsack import require_solver
 
@@ -109,7 +108,8 @@ def plan_passes(graph: GraphModule, recipe: Recipe, backend: Backend) -> Planned
     before: list[GraphModule] = []
     for index, step in enumerate(recipe.passes):
         before.append(clone_graph(meta))
-        with _at(recipe, ("passes", index, recipe_name(step)), PASSES.name_of(step)):
+        name = PASSES.name_of(step)
+        with _at(recipe, ("passes", index, name), name):
             passes.append(_plan_pass(index + 1, step, meta, context, recipe))
             backend.check(meta)
     if meta.meta["model"].first_blocks is not None and meta.meta["model"].stages:

@@ -169,14 +169,6 @@ def _option(source: Source, path: KeyPath, value: Any, hint: Any) -> Any:
     return checked
 
 
-def recipe_name(step: Any) -> str:
-    """Return the name under which a recipe finds the pass."""
-    from compressor.registry import PASSES
-
-    place = f"{type(step).__module__}:{type(step).__qualname__}"
-    return next((name for name, known in PASSES.names().items() if known == place), PASSES.name_of(step))
-
-
 def options_of(instance: Any) -> dict[str, Any]:
     """Return all options of a pass or a target that affect a bundle's content, defaults included, as plain data."""
     fields = [f.name for f in dataclasses.fields(instance) if f.init and f.metadata.get("affects_content", True)]

@@ -25,7 +25,7 @@ from compressor.recipe.drafts import ExitSpec, SparseSpec, read_drafts
 from compressor.recipe.exports import build_exports
 from compressor.recipe.gates import CONTINUED, QUALITY, Gate
 from compressor.recipe.located_yaml import DEEPEST, KeyPath, Origin, Source, nearest
-from compressor.recipe.options import TargetSpec, build_passes, build_target, options_of, recipe_name
+from compressor.recipe.options import TargetSpec, build_passes, build_target, options_of
 from compressor.recipe.overrides import apply_override, set_device, set_value
 from compressor.recipe.sources import (
     SOUND_TABLES,
@@ -38,6 +38,7 @@ from compressor.recipe.sources import (
     read_recipe,
     shipped_names,
 )
+from compressor.registry import PASSES
 
 __all__ = ["DataSource", "EvaluationSpec", "Gate", "Recipe", "TargetSpec", "TextSpec", "load_recipe", "load_text_spec"]
 
@@ -181,7 +182,7 @@ class Recipe(Section):
         plain = self.model_dump(mode="json", exclude=others)
         plain["calibration"] = self.calibration.resolved() if self.calibration is not None else None
         plain["evaluation"] = self.evaluation.resolved()
-        plain["passes"] = [{recipe_name(step): options_of(step)} for step in self.passes]
+        plain["passes"] = [{PASSES.name_of(step): options_of(step)} for step in self.passes]
         plain["target"] = {self.target.name: options_of(self.target.build())}
         plain["gates"] = {gate.metric: str(gate) for gate in self.gates}
         return plain

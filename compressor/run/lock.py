@@ -18,7 +18,7 @@ from compressor.capture.onnx_in.model import is_onnx, read_model
 from compressor.errors import DriftError, UsageError
 from compressor.host.cache import replace_file
 from compressor.host.digests import code_digest, file_sha256, model_fingerprint, tensors_sha256
-from compressor.registry import PASSES
+from compressor.registry import PASSES, TARGETS
 from compressor.version import installed_versions
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Lock:
         self.facts |= {
             "format": "compressor lock",
             "schema_version": 1,
-            "versions": installed_versions(),
+            "versions": installed_versions() | _plugin_versions(recipe, target),
             "code": code_digest(),
             "cpu": _cpu(target),
             "recipe": recipe.resolved(),
@@ -308,6 +308,12 @@ def _plain_or_json(value: Any) -> str:
 
 def _short(value: Any) -> str:
     return _plain(value[:12]) if isinstance(value, str) else _value(value)
+
+
+def _plugin_versions(recipe: Recipe, target: Target) -> dict[str, str]:
+    """Return the versions of the packages that a recipe's passes and its target come from, beside ours."""
+    used = [*map(PASSES.plugin_of, recipe.passes), TARGETS.plugin_of(target)]
+    return {one.package: one.version for one in used if one is not None and one.package}
 
 
 def _cpu(target: Target) -> dict[str, Any]:

@@ -27,14 +27,8 @@ from compressor.graph.blocks import Branch
 from compressor.graph.dependencies.channels import Dependencies, Family
 from compressor.graph.rewrite import held_tensor, set_tensor
 from compressor.graph.sites import Site
-from compressor.registry import Registry
+from compressor.registry import ALTERNATIVES
 
-ALTERNATIVES = Registry(
-    "alternative",
-    "compressor.search.alternatives",
-    "compressor.search.alternatives",
-    base="compressor.search.space:Alternative",
-)
 AS_IS = "as_is"
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from compressor.cli.catalogue import KINDS
 from compressor.cli.commands import main
 from compressor.cli.outline import outline
 from compressor.errors import CompressorError
@@ -48,10 +49,10 @@ def test_an_outline_is_that_of_the_class(registry: Registry, name: str) -> None:
 
 def test_commands_that_need_no_tensor_import_nothing_heavy(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
-    lists = [["list", what] for what in ("passes", "formats", "targets", "recipes", "calibration")]
+    lists = [["list", what] for what in KINDS]
     shows = [["show", name] for name in ("gptq", "x86", "quickstart", "python_docs", "W4A16_G32", "nothing_like_that")]
     others = [["--help"], ["shwo"], ["run", "no_such_recipe"], ["plan", "quickstrat"], ["cache", "list"]]
-    others += [["inspect", str(tmp_path)], ["generate", str(tmp_path), "--prompt", "x"], ["run", "--hlp"]]
+    others += [["inspect", str(tmp_path)], ["generate", str(tmp_path), "--prompt", "x"], ["run", "--hlp"], ["init"]]
     command = [sys.executable, "-c", LIGHT, json.dumps([*lists, *shows, *others])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Commands that have commands of their own.
+"""Commands that have commands of their own, and the one that asks.
 
 Invariant: no torch, transformers or TVM before a command needs it.
 """
