@@ -126,6 +126,10 @@ class Export(ABC):
         """Return what config.json says of the packed sites; ``linears`` are all modules of the class Linear."""
         return {}
 
+    def words(self, form: FolderForm) -> str:
+        """Say what is written."""
+        return form.words
+
     def write_weights(self, folder: Path, model: StoredModel) -> StoredFiles:
         """Write the configuration and the weights, or holes for weights on the meta device."""
         return write_safetensors_files(folder, model)

@@ -89,6 +89,10 @@ class Gguf(Export):
         """Name the file, which transformers dequantises in float32."""
         return Loading(file=FILE_NAME)
 
+    def words(self, form: FolderForm) -> str:
+        """Name the file, and what its metadata say otherwise than the model's config.json."""
+        return f"{FILE_NAME} and the tokenizer's files" + "".join(f"; {change}" for change in form.changes)
+
     def write_weights(self, folder: Path, model: StoredModel) -> StoredFiles:
         """Write the one file; config.json is not written, since the metadata take its place."""
         from transformers import AutoConfig
