@@ -31,6 +31,7 @@ CASES = (
     ("gptq", (), ("W4A16_G128", "W8A8")),
     ("gptq", ("version=2",), ("W3A16_ASYM_G128",)),
     ("awq", (), ("W4A16_ASYM_G128",)),
+    ("gguf", (), ("W4A16_G128", "W4A16_ASYM_G128", MIXED, "W4A8_G128")),
     ("safetensors", (), ("LUT4_G128",)),
 )
 HEADINGS = ("model", "export", "format", "bits a weight", "folder, kB", "outputs differ by", "greedy tokens equal")
@@ -83,7 +84,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+", type=Path)
     parser.add_argument("--only", default="", help="part of the export's name, its options and the format")
     asked = parser.parse_args()
-    programs = " and ".join(f"{name} {version(name)}" for name in ("transformers", "compressed-tensors"))
+    programs = ", ".join(f"{name} {version(name)}" for name in ("transformers", "compressed-tensors", "gguf"))
     print(f"# Exports\n\nMade by `benchmarks/exports.py`, on x86-64. Client: {programs}.\n")
     print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}")
     for model in asked.models:

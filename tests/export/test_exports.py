@@ -281,7 +281,7 @@ def test_nothing_is_left_of_an_export_that_fails(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("compressor.export.checkpoints.folder.write_safetensors", full)
+    monkeypatch.setattr("compressor.export.checkpoints.stored.write_safetensors", full)
     with pytest.raises(ResourceError, match="No space left"):
         export_bundle(bundle, export, tmp_path / "out", check=False)
     monkeypatch.undo()

@@ -8,7 +8,6 @@ all other files     copied
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,17 +26,16 @@ from compressor.errors import CaptureError, CompressorError, UsageError, Verific
 from compressor.export.checkpoints.configuration import Shape, changes, configurations
 from compressor.export.checkpoints.fewer_layers import Lists, fewer_layers, lists_of
 from compressor.export.checkpoints.programs import why_different
+from compressor.export.checkpoints.stored import CONFIG_NAME, StoredModel, Writer, write_safetensors_files
 from compressor.export.manifest import listing, with_total
 from compressor.graph.model import ModelInfo
 from compressor.graph.provenance import Stored
 from compressor.graph.rewrite import held_tensor
 from compressor.host.cache import cache_folder, partial_folder
 from compressor.host.json_files import read_object
-from compressor.host.tensor_files import DTYPES, write_safetensors
 
 _COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "LICENSE*")
-_CONFIG, _MANIFEST = "config.json", "manifest.json"
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def _plan(graph: GraphModule, trust_remote_code: bool) -> FolderForm:
     source = _source(graph)
     fitted = _shapes(graph, source)
     shapes = {name: (tuple(source.read(name).shape), new) for name, new in fitted.items()}
-    stated = read_object(_folder(graph) / _CONFIG)
+    stated = read_object(_folder(graph) / CONFIG_NAME)
     config = open_checkpoint(_folder(graph), trust_remote_code, weights=False).config
     reason, lists = "", lists_of(graph)
     for wide in configurations(stated, config, graph, shapes):
@@ -101,19 +99,45 @@ def write_folder(
     form: FolderForm,
     packed: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
     more: Mapping[str, Any] = MappingProxyType({}),
+    write: Writer = write_safetensors_files,
 ) -> dict[str, tuple[int, int]]:
     """Write a graph into an empty folder, and capture that again: it has to be the same program.
 
     Args:
         packed: by parameter, what is stored in the place of its values, by the last part of the name.
         more: what else config.json says.
+        write: writes the weights.
     Returns:
-        bytes and elements of each weight, by its name in the files.
+        bytes and elements of each weight, by its name in the model's class.
     Raises:
         VerificationError: it is another.
     """
-    source, held, hashes = _source(graph), _holders(graph), dict[str, str]()
-    content, sizes = {**form.config, **more}, dict[str, tuple[int, int]]()
+    model = _stored_model(graph, form, packed, more)
+    _copy_others(model.origin, folder)
+    written = write(folder, model)
+    again = capture(folder, trust_remote_code=form.trust_remote_code)
+    if reason := why_different(graph, again, lists_of(graph)[0].renamed):
+        raise VerificationError(f"checkpoint: the folder is not the graph that was written: {reason}")
+    manifest = {"format": "compressor checkpoint 1", "files": listing(folder, dict(written.hashes))}
+    (folder / _MANIFEST).write_bytes(with_total(manifest))
+    return {name: (size, model.tensors[name].numel()) for name, size in written.bytes.items()}
+
+
+def why_unwritable(graph: GraphModule, form: FolderForm, write: Writer) -> str:
+    """Say why a folder that ``write`` fills would be another program, by a draft without a weight; empty if it is not.
+
+    Raises:
+        UsageError: ``write`` has no place for a weight.
+    """
+    source = _source(graph)
+    return _why_not(graph, source, _shapes(graph, source), form.config, form.trust_remote_code, lists_of(graph), write)
+
+
+def _stored_model(
+    graph: GraphModule, form: FolderForm, packed: Mapping[str, Mapping[str, Tensor]], more: Mapping[str, Any]
+) -> StoredModel:
+    source, held = _source(graph), _holders(graph)
+    content = {**form.config, **more}
     tensors = {name: source.read(name) for name in source.names}
     types = {name: tensor.dtype for name, tensor in tensors.items()}
     for name, (parameter, stored) in held.items():
@@ -123,28 +147,17 @@ def write_folder(
     if inexact:  # trained in float32, say; transformers loads all in the type of config.json
         types |= dict.fromkeys(inexact, torch.float32)
         content = {key: value for key, value in content.items() if key != "torch_dtype"} | {"dtype": "float32", **more}
-    _copy_others(_folder(graph), folder)
-    (folder / _CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    parameters, lists = lists_of(graph)
-    files, places = _files(source, lists), dict[str, str]()
-    for file, names in sorted(files.items()):
-        typed: dict[str, Tensor] = {}
-        for name, new in names.items():
-            if name in parts:
-                written = {f"{new.removesuffix('weight')}{part}": tensor for part, tensor in parts[name].items()}
-            else:
-                written = {new: tensors[name].to(types[name]).contiguous()}
-            sizes[new] = sum(each.numel() * each.itemsize for each in written.values()), tensors[name].numel()
-            typed |= written
-        hashes[file.name] = write_safetensors(folder / file.name, typed)
-        places |= dict.fromkeys(typed, file.name)
-    _write_index(folder, places, sum(size for size, _ in sizes.values()))
-    again = capture(folder, trust_remote_code=form.trust_remote_code)
-    if reason := why_different(graph, again, parameters.renamed):
-        raise VerificationError(f"checkpoint: the folder is not the graph that was written: {reason}")
-    manifest = {"format": "compressor checkpoint 1", "files": listing(folder, hashes)}
-    (folder / _MANIFEST).write_bytes(with_total(manifest))
-    return sizes
+    files = _files(source, lists_of(graph)[1])
+    new = {name: here for names in files.values() for name, here in names.items()}
+    return StoredModel(
+        _folder(graph),
+        content,
+        {here: tensors[name] for name, here in new.items()},
+        {here: types[name] for name, here in new.items()},
+        {new[name]: each for name, each in parts.items() if name in new},
+        {here: file.name for file, names in files.items() for here in names.values()},
+        frozenset(here for name, here in new.items() if name not in held),
+    )
 
 
 def _files(source: WeightSource, lists: Lists) -> dict[Path, dict[str, str]]:
@@ -158,9 +171,9 @@ def _files(source: WeightSource, lists: Lists) -> dict[Path, dict[str, str]]:
 
 def _folder(graph: GraphModule) -> Path:
     info: ModelInfo = graph.meta["model"]
-    if info.source is None or "stored" not in graph.meta or not (info.source / _CONFIG).is_file():
+    if info.source is None or "stored" not in graph.meta or not (info.source / CONFIG_NAME).is_file():
         raise UsageError(f"{info.name} does not come from a folder with config.json and safetensors")
-    if info.unpacked_bytes or any(read_object(info.source / _CONFIG).get(k) for k in ("quantization_config",)):
+    if info.unpacked_bytes or any(read_object(info.source / CONFIG_NAME).get(k) for k in ("quantization_config",)):
         raise UsageError(f"{info.name} comes from a quantised checkpoint")
     return info.source
 
@@ -239,6 +252,7 @@ def _why_not(
     content: Mapping[str, Any],
     trust_remote_code: bool,
     lists: tuple[Lists, Lists],
+    write: Writer = write_safetensors_files,
 ) -> str:
     """Say why a configuration does not describe a graph, by a folder of it whose tensors are holes; empty if it does.
 
@@ -248,17 +262,22 @@ def _why_not(
     Raises:
         UsageError: the model's own folder cannot be written as it is.
     """
+    places = [(name, new, file.name) for file, names in _files(source, lists[1]).items() for name, new in names.items()]
+    tensors, held = {name: source.read(name) for name, _, _ in places}, _holders(graph)
+    model = StoredModel(
+        _folder(graph),
+        content,
+        {n: torch.empty(shapes.get(name, tensors[name].shape), device="meta") for name, n, _ in places},
+        {new: tensors[name].dtype for name, new, _ in places},
+        {},
+        {new: file for _, new, file in places},
+        frozenset(new for name, new, _ in places if name not in held),
+    )
     drafts = cache_folder() / "drafts"
     drafts.mkdir(parents=True, exist_ok=True)
     with partial_folder(drafts, "checkpoint") as folder:
-        _copy_others(_folder(graph), folder)
-        (folder / _CONFIG).write_text(json.dumps(content), encoding="utf-8")
-        files = _files(source, lists[1])
-        for file, names in files.items():
-            tensors = {name: source.read(name) for name in names}
-            held = {names[n]: (shapes.get(n, tuple(t.shape)), t.dtype) for n, t in tensors.items()}
-            _write_holes(folder / file.name, held)
-        _write_index(folder, {new: file.name for file, names in files.items() for new in names.values()}, 0)
+        _copy_others(model.origin, folder)
+        write(folder, model)
         try:
             found = capture(folder, trust_remote_code=trust_remote_code, weights=False)
         except CompressorError as error:
@@ -272,24 +291,5 @@ def _copy_others(source: Path, folder: Path) -> None:
     """Copy what is neither weights nor their index nor the configuration."""
     for pattern in _COPIED:
         for file in source.glob(pattern):
-            if file.is_file() and file.name not in (_CONFIG, INDEX_NAME, _MANIFEST):
+            if file.is_file() and file.name not in (CONFIG_NAME, INDEX_NAME, _MANIFEST):
                 shutil.copyfile(file, folder / file.name)
-
-
-def _write_index(folder: Path, places: Mapping[str, str], total_bytes: int) -> None:
-    """Write the index of several files, in which of them each tensor lies; one file needs none."""
-    if len(set(places.values())) > 1:
-        content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(places.items()))}
-        (folder / INDEX_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_holes(file: Path, tensors: Mapping[str, tuple[Shape, torch.dtype]]) -> None:
-    """Write a safetensors file that takes no room on the disk: its numbers were never written."""
-    header, end = {}, 0
-    for name, (shape, dtype) in tensors.items():
-        begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    with file.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        stream.truncate(8 + len(text) + end)

@@ -22,6 +22,7 @@ from compressor.capture.weights import folder_source
 from compressor.errors import UsageError
 from compressor.export.checkpoints.fewer_layers import lists_of
 from compressor.export.checkpoints.folder import FolderForm, plan_folder, write_folder
+from compressor.export.checkpoints.stored import StoredFiles, StoredModel, write_safetensors_files
 from compressor.export.exchange.dense_form import PackedSite, dense_form, list_packed
 from compressor.formats.packing import dequantize_rows
 from compressor.graph.model import ModelInfo
@@ -46,7 +47,7 @@ class StoredSize:
 
 @dataclass(frozen=True)
 class Written:
-    """A written folder: the size of each weight by its name in the files."""
+    """A written folder: the size of each weight by its name in the model's class."""
 
     sizes: Mapping[str, StoredSize]
 
@@ -63,10 +64,12 @@ class Loading:
     Attributes:
         dtype: that it computes in, as torch calls it.
         dequantize: weights become dense as they are loaded, not at the first call.
+        file: the one file of the folder that is loaded; empty if the folder is.
     """
 
     dtype: str = "float32"
     dequantize: bool = False
+    file: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,15 @@ class Export(ABC):
         """
         return ""
 
+    def why_not_model(self, graph: GraphModule, form: FolderForm) -> str:
+        """Say why the layout cannot hold the model itself; empty if it can.
+
+        Args:
+            graph: with dense operators, packed weights on the meta device.
+            form: the configuration that describes it.
+        """
+        return ""
+
     @abstractmethod
     def encode(self, site: PackedSite) -> Mapping[str, Tensor]:
         """Return what is stored for a site, by the last part of the name."""
@@ -113,6 +125,14 @@ class Export(ABC):
     def configuration(self, sites: Sequence[PackedSite], linears: Sequence[str]) -> Mapping[str, Any]:
         """Return what config.json says of the packed sites; ``linears`` are all modules of the class Linear."""
         return {}
+
+    def words(self, form: FolderForm) -> str:
+        """Say what is written."""
+        return form.words
+
+    def write_weights(self, folder: Path, model: StoredModel) -> StoredFiles:
+        """Write the configuration and the weights, or holes for weights on the meta device."""
+        return write_safetensors_files(folder, model)
 
     def notes(self, sites: Sequence[PackedSite]) -> list[str]:
         """Say what a reader should know of the sites."""
@@ -141,9 +161,11 @@ class Export(ABC):
 
         dense = dense_form(graph, hole)
         form = ExportForm(self, plan_folder(dense, trust_remote_code), tuple(site.parameter for site in kept))
+        if why := self.why_not_model(dense, form.folder):
+            raise UsageError(f"{graph.meta['model'].name}: {self.title} {why}; choose another export")
         if kept:
             linears, named = form.linears(), _as_loaded(kept, dense)
-            if unknown := [site.module for site in named if site.module not in linears]:
+            if unknown := [s.module for s in named if not s.reads_table and s.module not in linears]:
                 raise UsageError(f"{unknown[0]}: {self.title} names modules, and the loader has none of this name")
             if why := self.why_not_together(named, linears):
                 raise UsageError(f"{self.title} {why}; choose another export, or other formats")
@@ -199,7 +221,7 @@ class ExportForm:
         dense = dense_form(graph, value)
         sites = [site for site in list_packed(graph) if site.parameter in self.packed]
         more = self.export.configuration(_as_loaded(sites, dense), self.linears()) if sites else {}
-        sizes = write_folder(folder, dense, self.folder, packed, more)
+        sizes = write_folder(folder, dense, self.folder, packed, more, self.export.write_weights)
         return Written({name: StoredSize(*size) for name, size in sizes.items()})
 
     def linears(self) -> list[str]:

@@ -24,9 +24,15 @@ def why_not_integers(site: PackedSite, bits: Sequence[int], inputs: int, outputs
         bits: widths of codes that there are.
         inputs, outputs: of which the sizes of a weight must be multiples.
     """
+    return why_not_linear(site) or why_not_codes(site, bits, inputs, outputs)
+
+
+def why_not_codes(site: PackedSite, bits: Sequence[int], inputs: int, outputs: int) -> str:
+    """Say why the numbers of a site are not integers of some widths with float activations; empty if they are.
+
+    The arguments are those of :func:`why_not_integers`.
+    """
     fmt, (rows, columns) = site.packed.format, site.packed.shape
-    if reason := why_not_linear(site):
-        return reason
     if reason := why_not_coded(fmt):
         return f"has no such layout: the format {reason}"
     if fmt.element is not None or fmt.bits not in bits:

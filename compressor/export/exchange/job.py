@@ -79,7 +79,7 @@ def export_graph(
     """
     reporter, export = reporter or Silent(), form.export
     sites = list_packed(graph)
-    reporter.note(f"{export.title}: {form.folder.words}")
+    reporter.note(f"{export.title}: {export.words(form.folder)}")
     with explaining_failed_writes(destination):
         written = form.write(partial, graph)
         size = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())

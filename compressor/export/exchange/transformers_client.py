@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from compressor.host.child import serve
 
-_PACKAGES = ("transformers", "compressed-tensors", "gptqmodel", "torch")
+_PACKAGES = ("transformers", "compressed-tensors", "gptqmodel", "gguf", "torch")
 
 
 def main() -> int:
@@ -30,7 +30,10 @@ def main() -> int:
         from transformers import AutoModel, AutoModelForCausalLM, CompressedTensorsConfig
 
         cls = AutoModelForCausalLM if kind == "decoder" else AutoModel
-        more = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if loading["dequantize"] else {}
+        more: dict[str, Any] = (
+            {"quantization_config": CompressedTensorsConfig(dequantize=True)} if loading["dequantize"] else {}
+        )
+        more |= {"gguf_file": loading["file"]} if loading["file"] else {}
         dtype = getattr(torch, loading["dtype"])
         loaded: Any = cls.from_pretrained(folder, dtype=dtype, output_loading_info=True, **more)
         model, told = loaded

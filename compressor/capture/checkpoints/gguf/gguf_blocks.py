@@ -1,4 +1,4 @@
-"""Dequantise the blocks of GGUF tensors (llama.cpp, ``ggml/src/ggml-quants.c: dequantize_row_*``).
+"""Dequantise the blocks of GGUF tensors, and pack some (llama.cpp, ``ggml/src/ggml-quants.c: dequantize_row_*``).
 
 A row is a sequence of blocks of B bytes for E elements; integers and scales (``d``, ``m``: float16) are little endian.
 
@@ -142,3 +142,35 @@ BLOCK_TYPES = {
     "Q5_K": BlockType(256, 176, _q5_k),
     "Q6_K": BlockType(256, 210, _q6_k),
 }
+
+
+BLOCK = 32
+"""Weights that share a scale in the types that :func:`pack_blocks` knows."""
+SIGNED_RANGES = {"Q4_0": (-8, 7), "Q5_0": (-16, 15), "Q8_0": (-128, 127)}
+"""Whole numbers that are multiplied by a block's scale, the fewest bytes first."""
+
+
+def pack_blocks(kind: str, numbers: Tensor, scales: Tensor, minima: Tensor | None = None) -> Tensor:
+    """Pack rows of whole numbers into blocks of ``Q4_0``, ``Q4_1``, ``Q5_0`` or ``Q8_0``: dequantisation's inverse.
+
+    Args:
+        numbers: int16 [out, in], in the type's range (:data:`SIGNED_RANGES`); of ``Q4_1`` 0 to 15.
+        scales: float16 [out, in / 32].
+        minima: of ``Q4_1``, alike.
+    Returns:
+        uint8 [out, bytes of a row].
+    """
+    rows = len(numbers)
+    low = 0 if kind in ("Q4_1", "Q8_0") else SIGNED_RANGES[kind][0]
+    codes = (numbers - low).to(torch.int8 if kind == "Q8_0" else torch.uint8).view(torch.uint8).view(rows, -1, BLOCK)
+    parts = [scales.contiguous().view(torch.uint8).view(rows, -1, 2)]
+    if minima is not None:
+        parts.append(minima.contiguous().view(torch.uint8).view(rows, -1, 2))
+    if kind == "Q8_0":
+        parts.append(codes)
+    else:
+        if kind == "Q5_0":  # bit j of a 32-bit word is the fifth of element j
+            eights = (codes >> 4).view(rows, -1, BLOCK // 8, 8)
+            parts.append((eights << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8))
+        parts.append((codes[..., :16] & 15) | ((codes[..., 16:] & 15) << 4))
+    return torch.cat(parts, -1).view(rows, -1)

@@ -1,4 +1,4 @@
-"""Read GGUF files (llama.cpp): metadata and where each tensor lies; every size is held against the file's.
+"""Read and write GGUF files (llama.cpp): metadata and tensors; every size that is read is held against the file's.
 
     "GGUF", version u32 (2 or 3), tensors u64, entries u64
     entries: key, type u32, value;  a string is its length u64 and UTF-8;  an array its type u32, count u64, elements
@@ -10,7 +10,9 @@ Source: ggml, ``docs/gguf.md``.
 
 from __future__ import annotations
 
+import hashlib
 import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from compressor.capture.checkpoints.gguf.gguf_blocks import BLOCK_TYPES
 from compressor.errors import UsageError
-from compressor.host.tensor_files import map_file
+from compressor.host.tensor_files import map_file, release
 
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K",
@@ -31,6 +33,8 @@ _TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8
           41: "Q1_0", 42: "Q2_0"}  # fmt: skip
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_UINT32, _INT32, _FLOAT32, _BOOL = 4, 5, 6, 7
+_ALIGNMENT_BYTES = 32
 _MOST_ELEMENTS, _MOST_TENSORS, _MOST_DIMENSIONS = 1 << 22, 1 << 20, 4
 
 
@@ -143,7 +147,7 @@ def read_gguf(path: Path) -> GgufFile:
             cursor.refuse(f"{key!r:.80} comes twice")
         metadata[key] = cursor.value(cursor.take("I"))
     heads = [_tensor_head(cursor) for _ in range(tensor_count)]
-    alignment = metadata.get("general.alignment", 32)
+    alignment = metadata.get("general.alignment", _ALIGNMENT_BYTES)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         cursor.refuse(f"general.alignment is {alignment!r:.40}, not a power of 2")
     header_bytes, start = cursor.at, -(-cursor.at // alignment) * alignment
@@ -181,3 +185,75 @@ def _placed(cursor: _Cursor, name: str, shape: tuple[int, ...], number: int, off
     if (start + offset) % PLAIN_TYPES.get(kind, torch.uint8).itemsize:
         cursor.refuse(f"{name!r:.80} lies at byte {start + offset}, which {kind} does not allow")
     return GgufTensor(kind, shape, start + offset, size_bytes)
+
+
+@dataclass(frozen=True)
+class GgufContent:
+    """A tensor to be written: its type's name, its shape as torch counts dimensions, and what gives its bytes.
+
+    ``read`` returns a tensor of any type with these bytes, or one on the meta device, which leaves a hole in the file.
+    """
+
+    type: str
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in the file, without those that align the next tensor."""
+        block = BLOCK_TYPES.get(self.type)
+        elements, size = (block.elements, block.block_bytes) if block else (1, PLAIN_TYPES[self.type].itemsize)
+        return prod(self.shape) // elements * size
+
+
+def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, GgufContent]) -> str:
+    """Write a file of version 3; one tensor at a time is in memory.
+
+    Args:
+        metadata: texts, whole numbers (u32), floats (f32), truth values, and lists of texts or whole numbers (i32).
+    Returns:
+        SHA-256 of the file in hexadecimal, of what was written around holes.
+    """
+    numbers = {name: number for number, name in _TYPES.items()}
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
+    head += b"".join(_text(key) + _valued(value) for key, value in metadata.items())
+    offset = 0
+    for name, content in tensors.items():
+        axes = content.shape[::-1]
+        head += _text(name) + struct.pack(f"<I{len(axes)}QIQ", len(axes), *axes, numbers[content.type], offset)
+        offset += content.size_bytes + -content.size_bytes % _ALIGNMENT_BYTES
+    digest = hashlib.sha256()
+    with path.open("wb") as stream:
+
+        def put(data: Any) -> None:
+            stream.write(data)
+            digest.update(data)
+
+        put(head + bytes(-len(head) % _ALIGNMENT_BYTES))
+        for content in tensors.values():
+            tensor = content.read()
+            if tensor.is_meta:
+                stream.seek(content.size_bytes, 1)
+            else:
+                put(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+                release([tensor])
+            put(bytes(-content.size_bytes % _ALIGNMENT_BYTES))
+        stream.truncate()
+    return digest.hexdigest()
+
+
+def _text(value: str) -> bytes:
+    data = value.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _valued(value: Any) -> bytes:
+    """Return a value behind its type."""
+    if isinstance(value, str):
+        return struct.pack("<I", _STRING) + _text(value)
+    if isinstance(value, list):
+        if not value or isinstance(value[0], str):
+            return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_text, value))
+        return struct.pack(f"<IIQ{len(value)}i", _ARRAY, _INT32, len(value), *value)
+    kind = _BOOL if isinstance(value, bool) else _FLOAT32 if isinstance(value, float) else _UINT32
+    return struct.pack(f"<I{_SCALARS[kind]}", kind, value)

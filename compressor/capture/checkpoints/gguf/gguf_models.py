@@ -1,7 +1,7 @@
-"""Turn a GGUF file into a configuration of transformers and weights under the names of its model class.
+"""Turn a GGUF file into a configuration of transformers and weights under the names of its model class, and back.
 
 Rows of a Llama's query and key projections are stored in another order: the two halves that rotary embedding pairs
-alternate (llama.cpp, ``convert_hf_to_gguf.py: LlamaModel.permute``).  They are put back.
+alternate (llama.cpp, ``convert_hf_to_gguf.py: LlamaModel.permute``).  They are put back, and into that order again.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import re
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,9 @@ from compressor.capture.files import check_counts
 from compressor.capture.weights import WeightSource
 from compressor.errors import UsageError
 from compressor.host.tensor_files import release, trim
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _ADVICE = "give the model's Hugging Face folder"
 _CHUNK_ELEMENTS = 1 << 22  # values dequantised at a time
@@ -37,6 +41,16 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_COUNTS = {  # keys of metadata, behind the architecture's name -> keys of a configuration
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+}
+_EPSILON, _THETA = "attention.layer_norm_rms_epsilon", "rope.freq_base"
+_WIDTHS_OF_HEADS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 
 
 @dataclass(frozen=True)
@@ -124,7 +138,7 @@ def read_tensor(file: GgufFile, name: str, rows: Tensor | None = None) -> Tensor
     block = BLOCK_TYPES.get(tensor.type)
     if block is None and rows is None:
         return raw.view(tensor.dtype).view(tensor.shape)
-    width = tensor.shape[-1]
+    width = tensor.shape[-1] if len(tensor.shape) > 1 or block else 1  # a bias has rows of one value
     by_row = raw.view(-1, raw.numel() * width // prod(tensor.shape))
     place = weight_spill().empty(tensor.shape, tensor.dtype)
     flat, step = place.view(-1, width), max(1, _CHUNK_ELEMENTS // width)
@@ -145,6 +159,54 @@ def _rotary_rows(rows: int, heads: int) -> Tensor:
     return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
+def rotary_rows_as_stored(rows: int, heads: int) -> Tensor:
+    """Return the row that each stored row of a projection holds, int64: the inverse of the order that is read."""
+    return _rotary_rows(rows, heads).argsort()
+
+
+def gguf_metadata(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the metadata that stand for a model's configuration, without its tokenizer.
+
+    Raises:
+        UsageError: the class of the model is not one of those that are read.
+    """
+    name = _architecture_of(config)
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
+    numbers: dict[str, Any] = {key: getattr(config, ours) for key, ours in _COUNTS.items()}
+    numbers |= dict.fromkeys(_WIDTHS_OF_HEADS, width) | {"vocab_size": config.vocab_size}
+    numbers |= {_EPSILON: float(config.rms_norm_eps), _THETA: float(theta)}
+    return {"general.architecture": name} | {f"{name}.{key}": value for key, value in numbers.items()}
+
+
+def gguf_place(parameter: str, config: PreTrainedConfig) -> tuple[str, int | None]:
+    """Return a parameter's name in a GGUF file, and the heads whose rows are stored in rotary order, if they are.
+
+    Raises:
+        UsageError: it has no name there.
+    """
+    architecture = _ARCHITECTURES[_architecture_of(config)]
+    base, _, kind = parameter.rpartition(".")
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", base)
+    known = {**_LAYER_NAMES, **architecture.extra_names} if layer else _NAMES
+    name = {ours: theirs for theirs, ours in known.items()}.get(layer[2] if layer else base)
+    if name is None or kind not in ("weight", "bias"):
+        raise UsageError(f"{parameter} has no name in a GGUF file of a {architecture.model_class}")
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    place = f"blk.{layer[1]}.{name}.{kind}" if layer else f"{name}.{kind}"
+    return place, heads.get(name) if architecture.rotary_order else None
+
+
+def _architecture_of(config: PreTrainedConfig) -> str:
+    stated = (config.architectures or ["a model without a class"])[0]
+    found = next((name for name, known in _ARCHITECTURES.items() if known.model_class == stated), None)
+    if found is None:
+        classes = ", ".join(known.model_class for known in _ARCHITECTURES.values())
+        raise UsageError(f"{stated} has no name among the architectures that are known here: {classes}")
+    return found
+
+
 def _config(file: GgufFile, name: str, architecture: _Architecture) -> dict[str, Any]:
     """Return the configuration that the metadata state."""
 
@@ -159,32 +221,27 @@ def _config(file: GgufFile, name: str, architecture: _Architecture) -> dict[str,
         value = file.metadata.get(f"{name}.{key}", default)
         if not isinstance(value, float) or not value > 0:
             raise UsageError(f"{file.path}: {name}.{key} is {value!r:.40}; a number above 0 is meant")
-        return value
+        return float(str(np.float32(value)))  # as it was written: the shortest decimal that float32 rounds to it
 
     _refuse_options(file, name)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise UsageError(f"{file.path}: token_embd.weight is missing or not a matrix; fetch the file again")
     heads, hidden = number("attention.head_count"), number("embedding_length")
+    counts = {ours: number(key, heads if key.endswith("_kv") else None) for key, ours in _COUNTS.items()}
     head_dim = number("attention.key_length", hidden // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in _WIDTHS_OF_HEADS[1:]:
         if number(key, head_dim) != head_dim:
             raise UsageError(f"{file.path}: {name}.{key} is {number(key)}, and heads are {head_dim} wide: not covered")
-    kv_heads = number("attention.head_count_kv", heads)
     special = {key: file.metadata.get(f"tokenizer.ggml.{key}") for key in ("bos_token_id", "eos_token_id")}
     return {
         "architectures": [architecture.model_class],
         "model_type": architecture.model_type,
         "vocab_size": embedding.shape[0],
-        "hidden_size": hidden,
-        "intermediate_size": number("feed_forward_length"),
-        "num_hidden_layers": number("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
+        **counts,
         "head_dim": head_dim,
-        "max_position_embeddings": number("context_length"),
-        "rms_norm_eps": real("attention.layer_norm_rms_epsilon"),
-        "rope_parameters": {"rope_type": "default", "rope_theta": real("rope.freq_base", 10000.0)},
+        "rms_norm_eps": real(_EPSILON),
+        "rope_parameters": {"rope_type": "default", "rope_theta": real(_THETA, 10000.0)},
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": architecture.rotary_order and "blk.0.attn_q.bias" in file.tensors,
         **{key: value for key, value in special.items() if type(value) is int},
