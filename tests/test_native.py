@@ -473,7 +473,7 @@ def test_folders_that_are_no_bundles(runner: Runner, tmp_path: Path) -> None:
     refused(runner(tmp_path, [1]), 1, "not a bundle: it has no manifest.json")
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "lib/libtvm_runtime.so", "tokenizer.json"])
+@pytest.mark.parametrize("name", ["weights.safetensors", "lib/libtvm_runtime.so", "compressor_runtime.py"])
 def test_a_damaged_file_is_found_before_anything_is_used(runner: Runner, copy: Path, name: str) -> None:
     whole = (copy / name).read_bytes()
     (copy / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))

@@ -70,9 +70,10 @@ def test_a_server_that_cannot_start_says_why(option: str, value: str, said: str)
 
 def test_a_device_reports_to_a_tracker_and_is_found_there(tmp_path: Path) -> None:
     try:
+        import cloudpickle  # noqa: F401
         import tornado  # noqa: F401
-    except ImportError:
-        skip_or_fail("TVM's tracker needs tornado: pip install tornado")
+    except ImportError as error:
+        skip_or_fail(f"TVM's tracker needs {error.name}: pip install cloudpickle tornado")
     from tvm.rpc.tracker import Tracker
 
     tracker = Tracker("127.0.0.1", 19190, 19290, silent=True)
