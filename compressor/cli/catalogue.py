@@ -1,4 +1,4 @@
-"""What there is: catalogues of passes, formats, targets, recipes, sets and plug-ins, and each of them in full."""
+"""List passes, formats, targets, recipes, sets and plug-ins, and show each of them in full."""
 
 from __future__ import annotations
 

@@ -107,13 +107,7 @@ class RemoteTuner(Tuner):
         machine = f"{isa.name}|{session.name}|{count} threads"
         return cls(mode, count, target, machine, suffix=suffix, pinned=pinned, session=session, link=link)
 
-    def seconds(
-        self,
-        kernel: str,
-        candidates: Sequence[S],
-        build: Callable[[S], tvm.tirx.PrimFunc],
-        operands: Callable[[], Sequence[NDArray[Any]]],
-    ) -> list[float | None]:
+    def seconds(self, kernel: str, candidates: Sequence[S], build: Any, operands: Any) -> list[float | None]:
         """Return the seconds of a call of each candidate on the device; None of one that did not run there.
 
         Raises:

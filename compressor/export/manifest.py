@@ -19,8 +19,8 @@ from compressor.host.cache import replace_file
 MEASUREMENTS = "measurements.json"
 CARD, REPORT = "README.md", "report.html"
 UNLISTED = ("manifest.json", "manifest.json.sig", MEASUREMENTS, CARD, REPORT)
-"""Files that stand outside the manifest: itself, what is made from it, and measured figures, which differ from run to
-run, as data and for people."""
+"""Files that the manifest does not list: itself, its signature, and those with measured figures, which differ from run
+to run."""
 
 
 def write_measurements(bundle: Path, measurements: Mapping[str, Any]) -> None:

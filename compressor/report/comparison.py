@@ -16,7 +16,7 @@ from typing import Any
 
 from compressor.errors import UsageError
 from compressor.report.figures import COMPARED, STATED, figure
-from compressor.report.sites import bits_a_weight, last_records
+from compressor.report.sites import NUMBER, bits_a_weight, last_records
 
 _LOCK = "compress.lock"
 _LARGEST_LOCK = 16 << 20
@@ -272,7 +272,7 @@ def _formats(bundles: Sequence[BundleFigures]) -> tuple[list[tuple[str, int, lis
         if len(set(formats)) == 1:
             alike += 1
         else:
-            different.setdefault((re.sub(r"(?<![^.])\d+(?![^.])", "*", site), formats), []).append(site)
+            different.setdefault((NUMBER.sub("*", site), formats), []).append(site)
     rows = [(sites[0] if len(sites) == 1 else name, sites, formats) for (name, formats), sites in different.items()]
     return [(name, len(sites), list(formats)) for name, sites, formats in rows], alike
 

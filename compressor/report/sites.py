@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A part of a site's name that is a number, such as its layer's."""
 _WIDTHS, _NEAR = (8.0, 16.0, 32.0, 64.0), 0.05
 
 

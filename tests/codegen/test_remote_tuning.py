@@ -9,12 +9,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tvm
+from repeats import Repeats, operands, repeated
 from served_device import Server, served
 from tvm.script import tirx as T
 
@@ -26,23 +25,8 @@ from compressor.host.remote.address import DeviceAddress
 from compressor.host.remote.client import Device, LostDeviceError, device_facts
 
 
-@dataclass(frozen=True)
-class Repeats:
-    """A schedule that does everything ``count`` times; 0 is an instruction that ends the process."""
-
-    count: int
-
-
 def kernel(schedule: Repeats) -> tvm.tirx.PrimFunc:
-    count = schedule.count
-
-    @T.prim_func(s_tir=True, private=True)
-    def halve(x_: T.handle, y_: T.handle) -> None:
-        x = T.match_buffer(x_, (4096,), "float32")
-        y = T.match_buffer(y_, (4096,), "float32")
-        for _r in T.serial(T.int64(count)):
-            for i in range(4096):
-                y[i] = y[i] * T.float32(0.5) + x[i]
+    """Return the repeated kernel; for 0, an instruction that ends the process."""
 
     @T.prim_func(s_tir=True, private=True)
     def trap(x_: T.handle, y_: T.handle) -> None:
@@ -50,11 +34,7 @@ def kernel(schedule: Repeats) -> tvm.tirx.PrimFunc:
         T.match_buffer(y_, (4096,), "float32")
         T.evaluate(T.call_llvm_intrin(T.llvm_lookup_intrinsic_id("llvm.trap"), dtype="void"))
 
-    return halve if count else trap
-
-
-def operands() -> list[np.ndarray]:
-    return [np.ones(4096, "float32"), np.zeros(4096, "float32")]
+    return repeated(schedule) if schedule.count else trap
 
 
 def choose(tuner: RemoteTuner, name: str, *counts: int) -> int:

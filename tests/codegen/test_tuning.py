@@ -6,14 +6,13 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tvm
-from tvm.script import tirx as T
+from repeats import Repeats, operands
+from repeats import repeated as kernel
 
 from compressor.codegen.targets.x86 import X86
 from compressor.codegen.tuning import Database, Tuner, summary
@@ -21,35 +20,7 @@ from compressor.errors import DriftError
 from compressor.host.cache import cache_folder
 from compressor.host.machine import cpu_name
 
-SIZE = 4096
-
-
-@dataclass(frozen=True)
-class Repeats:
-    """A schedule that does everything ``count`` times."""
-
-    count: int
-
-
 SPACE = [Repeats(40), Repeats(1), Repeats(10), Repeats(20)]
-
-
-def kernel(schedule: Repeats) -> tvm.tirx.PrimFunc:
-    count = schedule.count
-
-    @T.prim_func(s_tir=True, private=True)
-    def halve(x_: T.handle, y_: T.handle) -> None:
-        x = T.match_buffer(x_, (4096,), "float32")
-        y = T.match_buffer(y_, (4096,), "float32")
-        for _r in range(count):
-            for i in range(4096):
-                y[i] = y[i] * T.float32(0.5) + x[i]
-
-    return halve
-
-
-def operands() -> list[np.ndarray]:
-    return [np.ones(SIZE, "float32"), np.zeros(SIZE, "float32")]
 
 
 class Counted:

@@ -104,7 +104,7 @@ def write_folder(
     """Write a graph into an empty folder, and capture that again: it has to be the same program.
 
     Args:
-        packed: by parameter, what is stored in the place of its values, by the last part of the name.
+        packed: of each packed parameter, the tensors that are stored for it, by the last part of their names.
         more: what else config.json says.
         write: writes the weights.
     Returns:

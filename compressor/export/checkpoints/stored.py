@@ -20,14 +20,14 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class StoredModel:
-    """What a folder is to hold, by the names that the model's class has for its weights.
+    """Hold the content of a folder that will be written, by the names that the model's class has for its weights.
 
     Attributes:
         origin: the model's own folder.
         config: content of config.json.
         tensors: values, on the meta device in drafts.
         types: that the values are to be stored in.
-        parts: what is stored in the place of values, by the last part of the name.
+        parts: of each packed weight, the tensors that are stored for it, by the last part of their names.
         files: the name of the model's file that each lies in.
         unread: names that no operator of the graph reads.
     """

@@ -25,7 +25,7 @@ from compressor.graph.rewrite import drop_dead_parameters, set_parameter
 _OURS, _EMBEDDING = torch.ops.compressor, torch.ops.aten.embedding.default
 _LINEAR, _LOOKED_UP = _OURS.packed_linear.default, _OURS.packed_embedding.default
 _ENDS = (".weight", "", "_linear", "_table")
-"""What a parameter's name has behind the name under which its packed parts lie, or lacks there."""
+"""Endings by which a parameter's name and that of its packed parts differ."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,13 @@ def _weight(graph: GraphModule, node: Node) -> tuple[str, PackedWeight]:
     parts, name = args[1], args[3] if node.target is _LINEAR else args[2]
     sizes = (args[5], args[4]) if node.target is _LINEAR else (args[3], args[4])
     held = [graph.get_parameter(part.target).detach() for part in parts]
-    base = parts[0].target.removesuffix(".codes").removesuffix(".lower")
-    return base, PackedWeight.of(held, Format.parse(name), sizes)
+    return _base(node), PackedWeight.of(held, Format.parse(name), sizes)
+
+
+def _base(node: Node) -> str:
+    """Return the name under which the parts of a packed weight lie."""
+    parts: Any = node.args[1]
+    return str(parts[0].target).removesuffix(".codes").removesuffix(".lower")
 
 
 def _parameter(base: str, stored: Mapping[str, Stored]) -> str | None:
@@ -110,9 +115,7 @@ def dense_form(graph: GraphModule, value: Callable[[PackedSite], Tensor]) -> Gra
     for node in list(graph.graph.nodes):
         if node.target not in (_LINEAR, _LOOKED_UP):
             continue
-        parts: Any = node.args[1]
-        base = parts[0].target.removesuffix(".codes").removesuffix(".lower")
-        parameter = str(_parameter(base, stored))
+        parameter = str(_parameter(_base(node), stored))
         with graph.graph.inserting_before(node):
             weight_node = graph.graph.get_attr(parameter)
         weight_node.meta["val"] = graph.get_parameter(parameter)

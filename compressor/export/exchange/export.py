@@ -87,7 +87,7 @@ class Export(ABC):
     client: ClassVar[str] = "compressor.export.exchange.transformers_client"
     """Module of the process that loads what was written."""
     packages: ClassVar[tuple[str, ...]] = ()
-    """What the client needs beside transformers: names of packages."""
+    """Packages that the client needs beside transformers."""
 
     @abstractmethod
     def why_not(self, site: PackedSite) -> str:
@@ -208,12 +208,12 @@ class ExportForm:
         spill = Spill(cache_folder() / "spilled", "dense weights, for the comparison of an export")
 
         def value(site: PackedSite) -> Tensor:
-            place = spill.empty(site.packed.shape, torch.float32)
             if site.parameter in self.packed:
                 packed[site.parameter] = self.export.encode(site)
                 exact = self.export.value(packed[site.parameter])
                 if exact is not None:
                     return exact
+            place = spill.empty(site.packed.shape, torch.float32)
             for rows, values in dequantize_rows(site.packed):
                 place[rows] = values
             return place

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from compressor.export.exchange.coded import why_not_coded
 from compressor.export.exchange.dense_form import PackedSite
 
+ROUNDED_PRODUCTS = "loaders multiply codes by float16 scales in float16, which rounds: the stored numbers are exact"
+"""Note of layouts whose loaders compute so."""
+
 
 def why_not_linear(site: PackedSite) -> str:
     """Say why a site is not a plain linear; empty if it is."""

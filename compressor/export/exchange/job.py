@@ -22,7 +22,7 @@ _KERNELS_DIFFER = 0.1  # share of the largest output that a bundle's kernels may
 
 @dataclass(frozen=True)
 class Exported:
-    """What was exported.
+    """Tell the result of an export.
 
     Attributes:
         folder: where it lies.

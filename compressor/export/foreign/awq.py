@@ -15,7 +15,7 @@ from compressor.capture.checkpoints.awq_words import awq_tensors
 from compressor.export.exchange.coded import coded
 from compressor.export.exchange.dense_form import PackedSite
 from compressor.export.exchange.export import Export
-from compressor.export.exchange.integer_layout import one_format, why_not_integers
+from compressor.export.exchange.integer_layout import ROUNDED_PRODUCTS, one_format, why_not_integers
 
 _OUTPUTS = 8
 """Codes of a word, which lie along the output."""
@@ -57,4 +57,4 @@ class Awq(Export):
 
     def notes(self, sites: Sequence[PackedSite]) -> list[str]:
         """Say how loaders compute."""
-        return ["loaders multiply codes by float16 scales in float16, which rounds: the stored numbers are exact"]
+        return [ROUNDED_PRODUCTS]

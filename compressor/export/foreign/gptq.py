@@ -16,7 +16,7 @@ from compressor.capture.checkpoints.gptq_words import gptq_tensors
 from compressor.export.exchange.coded import coded
 from compressor.export.exchange.dense_form import PackedSite
 from compressor.export.exchange.export import Export
-from compressor.export.exchange.integer_layout import one_format, why_not_integers
+from compressor.export.exchange.integer_layout import ROUNDED_PRODUCTS, one_format, why_not_integers
 
 _BITS = (2, 3, 4, 8)
 _STEP = 32
@@ -71,4 +71,4 @@ class Gptq(Export):
 
     def notes(self, sites: Sequence[PackedSite]) -> list[str]:
         """Say how loaders compute."""
-        return ["loaders multiply codes by float16 scales in float16, which rounds: the stored numbers are exact"]
+        return [ROUNDED_PRODUCTS]

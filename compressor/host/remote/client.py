@@ -115,7 +115,7 @@ def ask_device(address: DeviceAddress) -> Mapping[str, Any]:
 
 
 device_facts = functools.cache(ask_device)
-"""What a device said when this process asked it first."""
+"""Facts of a device, which this process asks for once."""
 
 
 def _limited(run: Callable[[], Any], limit_s: float, address: DeviceAddress) -> Any:

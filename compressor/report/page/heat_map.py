@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from compressor.report.figures import figure
 from compressor.report.page.charts import legend
 from compressor.report.page.elements import Html, element, folded, name, table
-from compressor.report.sites import last_records
+from compressor.report.sites import NUMBER, last_records
 
 _COLOURS = 6
 _MOST_ROWS, _MOST_COLUMNS, _MOST_LISTED = 200, 24, 300
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 Cell = list[dict[str, Any]]
 
 
@@ -30,9 +28,9 @@ def heat_map(sites: Sequence[Mapping[str, Any]], dense_bits: float) -> Html:
     records = last_records(sites)
     cells: dict[str, dict[str, Cell]] = {}
     for record in records:
-        found = _NUMBER.search(record["site"])
+        found = NUMBER.search(record["site"])
         if found is not None:
-            column = _NUMBER.sub("*", record["site"])
+            column = NUMBER.sub("*", record["site"])
             cells.setdefault(found[0], {}).setdefault(column, []).append(record)
     errors = sorted(record["error"] for record in records if _is_error(record["error"]))
     parts = [_by_layer(cells, errors, dense_bits)] if cells and errors else []
