@@ -1,4 +1,4 @@
-"""Look devices up whose speed is foreseen from published figures: :file:`devices.toml`, where their sources are."""
+"""Look devices up whose speed is foreseen from published figures: :file:`devices.yaml`, where their sources are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-import tomllib
+import yaml
 
 from compressor.errors import UsageError
 from compressor.host.resources import PACKAGE
@@ -39,7 +39,7 @@ class DeviceFigures:
 @functools.cache
 def known_devices() -> Mapping[str, DeviceFigures]:
     """Return the devices of the table, by the names that ``--device`` takes."""
-    table = tomllib.loads((PACKAGE / "host" / "devices.toml").read_text(encoding="utf-8"))
+    table = yaml.safe_load((PACKAGE / "host" / "devices.yaml").read_text(encoding="utf-8"))
     return {key: _figures(entry) for key, entry in table.items()}
 
 

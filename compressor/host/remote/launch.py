@@ -19,6 +19,8 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from compressor_runtime.check import sha256
+
 from compressor.errors import CompressorError
 from compressor.host.remote.address import DeviceAddress
 from compressor.host.remote.client import Device
@@ -96,8 +98,7 @@ def _packages() -> bytes:
 def _digest(content: Path | bytes) -> str:
     if isinstance(content, bytes):
         return hashlib.sha256(content).hexdigest()
-    with content.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return sha256(content)
 
 
 def _send(device: Device, sha256: str, content: Path | bytes) -> None:

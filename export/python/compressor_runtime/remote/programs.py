@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import select
@@ -11,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from compressor_runtime.check import sha256
 
 PYTHON = "COMPRESS_DEVICE_PYTHON"
 """Variable with the command, as a JSON list, that starts Python on this device; it is this Python, if left out."""
@@ -41,9 +42,7 @@ class Files:
             file.seek(header["offset"])
             file.write(data)
         if header["is_last"]:
-            with partial.open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != path.name:
+            if sha256(partial) != path.name:
                 partial.unlink()
                 return {"error": f"{path.name[:12]}: arrived damaged", "errno": 0}
             partial.rename(path)
@@ -67,12 +66,12 @@ class Program:
         """
         root = folder.resolve()
         root.mkdir()
-        for name, sha256 in request["files"].items():
+        for name, digest in request["files"].items():
             place = root / name
             if not place.resolve().is_relative_to(root):
                 raise OSError(0, "a path outside the folder", name)
             place.parent.mkdir(parents=True, exist_ok=True)
-            os.link(files.path(sha256), place)
+            os.link(files.path(digest), place)
         arguments = [str(argument).replace("{folder}", str(root)) for argument in request["arguments"]]
         path = os.pathsep.join([*(str(root / entry) for entry in request["path"]), os.environ.get("PYTHONPATH", "")])
         command = json.loads(os.environ.get(PYTHON, "null")) or [sys.executable]
