@@ -54,8 +54,9 @@ class Loop:
 
     @property
     def products(self) -> int:
-        """Multiply-accumulates of a round."""
-        return sum(count * PRODUCTS.get(name, 0) for name, count in counts(self.lines).items())
+        """Multiply-accumulates of a round; of integers, without the floats that scale their sums."""
+        found = {name: count * PRODUCTS[name] for name, count in counts(self.lines).items() if name in PRODUCTS}
+        return sum(found.values()) - (found.get("fmla", 0) if len(found) > 1 else 0)
 
 
 def modelled(lines: list[str], isa: Isa, core: str) -> float:
