@@ -319,10 +319,8 @@ def _reuse(context: Context) -> list[str]:
     """Say which segments an earlier run had finished."""
     if not context.reused or context.results is None:
         return []
-    return [
-        f"{context.reused} of {context.blocks} blocks were finished by an earlier run and came from "
-        f"{context.results.folder}"
-    ]
+    # without the folder's name: a bundle's report goes to others
+    return [f"{context.reused} of {context.blocks} blocks were finished by an earlier run and came from the cache"]
 
 
 def _predictions(
