@@ -1155,7 +1155,7 @@ int64_t number(const std::string& option, std::string_view text) {
 double real(const std::string& option, const std::string& text) {
   char* end = nullptr;
   double value = std::strtod(text.c_str(), &end);
-  if (text.empty() || *end != 0 || !std::isfinite(value)) fail(kBadRequest, option, ": '", text, "' is no finite number");
+  if (text.empty() || *end != 0 || !std::isfinite(value)) fail(kBadRequest, option, ": '", text, "' is not a finite number");
   return value;
 }
 
