@@ -74,15 +74,6 @@ def bundle(write_llama: Callable[..., Path]) -> Path:
     return write_llama(Rtn("W4A16_G32"))
 
 
-@pytest.fixture(scope="session")
-def packed_bundle(write_llama: Callable[..., Path]) -> Path:
-    """Its caches are packed, its prompts take AMX where the CPU has it, and it verifies drafted tokens."""
-    from compressor.passes.kv_cache import KvCache
-    from compressor.passes.rtn import Rtn
-
-    return write_llama(Rtn("W4A8_G32"), KvCache("INT8"), speculates=True)
-
-
 class AddHeads:
     """Add two heads that draft, with random weights."""
 
@@ -96,6 +87,15 @@ class AddHeads:
         return graph
 
 
+@pytest.fixture(scope="session")
+def packed_bundle(write_llama: Callable[..., Path]) -> Path:
+    """Its caches are packed, its prompts take AMX where the CPU has it, and heads draft."""
+    from compressor.passes.kv_cache import KvCache
+    from compressor.passes.rtn import Rtn
+
+    return write_llama(AddHeads(), Rtn("W4A8_G32"), KvCache("INT8"), speculates=True)
+
+
 class SkipInputs:
     """Let drafts skip small inputs of the linears that can."""
 
@@ -104,15 +104,6 @@ class SkipInputs:
 
         limit_drafts(graph, {site.name: torch.full((site.in_features,), 0.3) for site in may_draft_sparse(graph)})
         return graph
-
-
-@pytest.fixture(scope="session")
-def drafting_bundle(write_llama: Callable[..., Path]) -> Path:
-    """Return a bundle with heads, where codes of some linears lie in two planes, and drafts skip inputs of others."""
-    from compressor.passes.rtn import Rtn
-
-    planes, columns = Rtn("W8A8_G32_P4", targets="re:.*mlp.*"), Rtn("W8A16", targets="re:.*self_attn.*")
-    return write_llama(AddHeads(), planes, columns, SkipInputs(), speculates=True)
 
 
 @dataclasses.dataclass
@@ -138,11 +129,12 @@ def exit_bundle(write_llama: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def self_bundle(write_llama: Callable[..., Path]) -> Path:
-    """Return a bundle that drafts without the last feed-forward network."""
+def drafting_bundle(write_llama: Callable[..., Path]) -> Path:
+    """Return a bundle that drafts without its last feed-forward network, from upper planes, and from few inputs."""
     from compressor.passes.rtn import Rtn
 
-    folder = write_llama(DraftFirst(0), Rtn("W8A8"), speculates=True, layers=2)
+    planes, columns = Rtn("W8A8_G32_P4", targets="re:.*mlp.*"), Rtn("W8A16", targets="re:.*self_attn.*")
+    folder = write_llama(DraftFirst(0), planes, columns, SkipInputs(), speculates=True, layers=2)
     skips = [{"without": ["ffn_1"], "agreement": 0.5, "cost": 0.5}]
     edit_manifest(folder, lambda manifest: manifest["model"].update(skips=skips, speculate="self"))
     return folder

@@ -19,16 +19,16 @@ from compressor_runtime.speculation.pace import Always
 from native_runner import POSITIONS, PROMPT, Runner, edit_manifest, figures, ids_of, refused
 
 KINDS = [
-    *(("drafting", kind) for kind in ("lookup", "recycle", "heads", "planes", "sparse", "auto")),
+    *(("packed", kind) for kind in ("lookup", "recycle", "heads", "auto")),
+    *(("drafting", kind) for kind in ("planes", "self", "sparse", "auto")),
     *(("exit", kind) for kind in ("exit", "auto")),
-    *(("self", kind) for kind in ("self", "auto")),
 ]
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
 
 
 @pytest.fixture
 def editable(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Path]:
-    """``editable("self", speculate="auto")`` is a copy of that bundle, with these facts about its model."""
+    """``editable("exit", speculate="auto")`` is a copy of that bundle, with these facts about its model."""
 
     def copy(which: str, **facts: object) -> Path:
         folder = tmp_path / "copy"
@@ -112,12 +112,12 @@ def test_lossy_texts_are_those_of_python(runner: Runner, editable: Callable[...,
 
 def test_subsets_of_parts_take_turns(runner: Runner, editable: Callable[..., Path]) -> None:
     skips = [{"without": [name], "agreement": 0.9, "cost": 0.1} for name in ("ffn_0", "attention_1")]
-    folder = editable("self", skips=skips)
+    folder = editable("drafting", skips=skips)
     expected = list(load(folder, threads=1).generate_ids(PROMPT, max_tokens=100, speculate="off"))
     for options in ((), ("--draft-tokens", 3)):
         assert ids_of(runner(folder, PROMPT, "--max-tokens", 100, *options)) == expected
     for wrong in ([], [{**skips[0], "without": ["ffn_7"]}], [{**skips[0], "cost": -1.0}]):
-        refused(runner(editable("self", skips=wrong), [1]), 4, "`skips` has a value that cannot be")
+        refused(runner(editable("drafting", skips=wrong), [1]), 4, "`skips` has a value that cannot be")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,8 +191,8 @@ def test_what_a_bundle_does_not_serve_is_refused_as_in_python(
 ) -> None:
     for folder, kinds in (
         (bundle, ("lookup", "auto", "heads")),
-        (packed_bundle, ("heads", "exit", "planes", "self", "sparse")),
-        (exit_bundle, ("self",)),
+        (packed_bundle, ("exit", "planes", "self", "sparse")),
+        (exit_bundle, ("heads", "self")),
     ):
         python = load(folder, threads=1)
         for kind in kinds:
