@@ -66,8 +66,8 @@ constexpr const char* kUsage =
     "  --top-p       sample among the fewest tokens whose probabilities reach it (default: 1)\n"
     "  --seed        makes sampling repeatable\n"
     "  --threads     threads that check the files and run the kernels (default: the physical cores available)\n"
-    "  --speculate   drafts tokens, and verifies several in a step where that is faster: lookup, recycle, heads, exit,\n"
-    "                planes, self, sparse, auto, or off (default: as the bundle's recipe says)\n"
+    "  --speculate   drafts tokens, and verifies several in a step where that is faster: lookup, recycle, heads,\n"
+    "                exit, planes, self, sparse, auto, or off (default: as the bundle's recipe says)\n"
     "  --draft-tokens  draft at most so many tokens in each round whether that pays or not, to measure\n"
     "  --logits      write the float32 logits after the prompt to FILE, as they are in memory\n";
 
@@ -541,6 +541,11 @@ ffi::Tensor tensor(const Sizes& values) {
   return tensor(bytes, {int64_t(values.size())}, {kDLInt, 64, 1});
 }
 
+int64_t product(const Sizes& sizes, size_t begin, size_t end) {
+  return std::accumulate(sizes.begin() + int64_t(begin), sizes.begin() + int64_t(end), int64_t(1),
+                         std::multiplies<int64_t>());
+}
+
 // Several tensors as one, each behind the one before along an axis.
 ffi::Tensor joined(const std::vector<ffi::Tensor>& pieces, size_t axis) {
   Sizes shape(pieces[0].shape().begin(), pieces[0].shape().end());
@@ -556,9 +561,8 @@ ffi::Tensor joined(const std::vector<ffi::Tensor>& pieces, size_t axis) {
   }
   for (const ffi::Tensor& piece : pieces) fits = fits && piece.IsContiguous();
   if (!fits) fail(kUnusable, "model.so: what its parts return does not fit together; compress again");
-  auto product = [](auto begin, auto end) { return std::accumulate(begin, end, int64_t(1), std::multiplies<int64_t>()); };
-  int64_t outer = product(shape.begin(), shape.begin() + int64_t(axis));
-  int64_t inner = product(shape.begin() + int64_t(axis) + 1, shape.end()) * (pieces[0].dtype().bits / 8);
+  int64_t outer = product(shape, 0, axis);
+  int64_t inner = product(shape, axis + 1, shape.size()) * (pieces[0].dtype().bits / 8);
   Bytes bytes = zeros(size_t(outer * shape[axis] * inner));
   uint8_t* target = bytes.get();
   for (int64_t row = 0; row < outer; ++row) {
@@ -577,9 +581,8 @@ ffi::Tensor one_of(const ffi::Tensor& all, size_t axis, size_t place, size_t cou
   if (axis >= shape.size() || shape[axis] != int64_t(count) || !all.IsContiguous()) {
     fail(kUnusable, "model.so: what its parts return does not fit together; compress again");
   }
-  auto product = [](auto begin, auto end) { return std::accumulate(begin, end, int64_t(1), std::multiplies<int64_t>()); };
-  size_t outer = size_t(product(shape.begin(), shape.begin() + int64_t(axis)));
-  size_t inner = size_t(product(shape.begin() + int64_t(axis) + 1, shape.end()) * (all.dtype().bits / 8));
+  size_t outer = size_t(product(shape, 0, axis));
+  size_t inner = size_t(product(shape, axis + 1, shape.size()) * (all.dtype().bits / 8));
   Bytes bytes = zeros(outer * inner);
   auto* source = static_cast<const uint8_t*>(all.data_ptr());
   for (size_t row = 0; row < outer; ++row) {
@@ -1155,7 +1158,9 @@ int64_t number(const std::string& option, std::string_view text) {
 double real(const std::string& option, const std::string& text) {
   char* end = nullptr;
   double value = std::strtod(text.c_str(), &end);
-  if (text.empty() || *end != 0 || !std::isfinite(value)) fail(kBadRequest, option, ": '", text, "' is not a finite number");
+  if (text.empty() || *end != 0 || !std::isfinite(value)) {
+    fail(kBadRequest, option, ": '", text, "' is not a finite number");
+  }
   return value;
 }
 
@@ -1172,7 +1177,9 @@ void check(const Options& options) {
   if (options.ids.empty()) fail(kBadRequest, "no token ids are given: --ids 1,2,3");
   if (options.max_tokens < 0) fail(kBadRequest, "--max-tokens ", options.max_tokens, ": must be at least 0");
   if (chosen.temperature < 0) fail(kBadRequest, "--temperature ", chosen.temperature, ": must be at least 0");
-  if (!(chosen.top_p > 0 && chosen.top_p <= 1)) fail(kBadRequest, "--top-p ", chosen.top_p, ": must be above 0, at most 1");
+  if (!(chosen.top_p > 0 && chosen.top_p <= 1)) {
+    fail(kBadRequest, "--top-p ", chosen.top_p, ": must be above 0, at most 1");
+  }
   if (options.threads && (*options.threads < 1 || *options.threads > CPU_SETSIZE)) {
     fail(kBadRequest, "--threads ", *options.threads, ": must be from 1 to ", CPU_SETSIZE);
   }
@@ -1230,8 +1237,8 @@ std::string kind_of_drafts(const Options& options, const Model& model, const Ker
   auto served = speculation::served([&](const char* entry) { return kernels.has(entry); }, !model.subsets.empty());
   auto same = [&kind](const speculation::Kind* one) { return one->name == kind; };
   if (served.empty()) {
-    fail(kBadRequest, "speculate='", kind, "': ", options.bundle.string(), " has no kernels that verify drafted tokens; ",
-         "make it with `speculate: ", kind, "` in its recipe (target x86)");
+    fail(kBadRequest, "speculate='", kind, "': ", options.bundle.string(), " has no kernels that verify drafted ",
+         "tokens; make it with `speculate: ", kind, "` in its recipe (target x86)");
   }
   if (kind != speculation::kAuto && std::none_of(served.begin(), served.end(), same)) {
     fail(kBadRequest, "speculate='", kind, "': ", options.bundle.string(), " has no kernels that draft so, only for ",
@@ -1303,7 +1310,9 @@ void run(const Options& options) {
     if (!file.flush()) fail(kUnusable, options.logits.string(), ": cannot be written; choose another place");
   }
   bool is_first = true;
-  auto show = [&is_first](int64_t token) { std::cout << (std::exchange(is_first, false) ? "" : ",") << token << std::flush; };
+  auto show = [&is_first](int64_t token) {
+    std::cout << (std::exchange(is_first, false) ? "" : ",") << token << std::flush;
+  };
   sampling::Sampler sampler(options.sampling);
   int64_t left = std::min(options.max_tokens - 1, session.left()) + 1;  // the last token needs no position
   speculation::Text text{options.ids, sampler, model.ends, left, show};

@@ -9,8 +9,8 @@
 
 namespace speculation {
 
-// An estimate begins at a prior that counts like two guesses, and moves with each outcome by 1 / (guesses + 3), at least
-// by 1 / 64: texts change.
+// An estimate begins at a prior that counts like two guesses, and moves with each outcome by 1 / (guesses + 3), at
+// least by 1 / 64: texts change.
 class Mean {
  public:
   explicit Mean(double value) : value_(value) {}

@@ -1,8 +1,9 @@
 // Draft, verify, accept: the tokens of plain decoding, several in a step where drafts are right
 // (compressor_runtime/speculation/engine.py for one text).
 //
-// At each node of a draft the model's token is chosen as in plain decoding, with the same random number; where a drafted
-// token behind that node is this very token, the walk goes on there.  Drafts decide how fast tokens come, never which.
+// At each node of a draft the model's token is chosen as in plain decoding, with the same random number; where a
+// drafted token behind that node is this very token, the walk goes on there.  So drafts decide how fast tokens come,
+// never which, but in a lenient text.
 #pragma once
 
 #include "acceptance.h"
@@ -141,8 +142,8 @@ class Engine {
     learn(text, round, ids, logits, Tokens(text.tokens.begin() + int64_t(known), text.tokens.end()));
   }
 
-  // Chooses tokens along a draft while they are the drafted ones, or while the text takes those; the rows that were right,
-  // the pending token's first.
+  // Chooses tokens along a draft while they are the drafted ones, or while the text takes those; the rows that were
+  // right, the pending token's first.
   std::vector<size_t> walk(Text& text, const Tree& tree, const Logits& logits) {
     size_t width = logits.size() / (tree.size() + 1);
     std::vector<size_t> path = {0};

@@ -67,8 +67,8 @@ class Pace {
     draft.seen = rounds_;
   }
 
-  // Whether a draft that runs a model should go on by a token.  One that was not expected to pay is tried again, with one
-  // token, after as many rounds as a size of verifications is.
+  // Whether a draft that runs a model should go on by a token.  One that was not expected to pay is tried again, with
+  // one token, after as many rounds as a size of verifications is.
   virtual bool goes_on(Name name, size_t room, const Wish& wish) const {
     if (!knows()) return false;
     auto draft = drafts_.find(name);
@@ -90,7 +90,8 @@ class Pace {
     return found != sizes_.end() && found->second.times.is_known();
   }
 
-  // Of a verification: measured, or on a line between measured sizes; beyond the largest, on that from a step through it.
+  // Of a verification: measured, or on a line between measured sizes; beyond the largest, on that from a step through
+  // it.
   double seconds(size_t rows) const { return on_lines(fresh(), double(rows)); }
 
   // A probability of being accepted below which no drafted token pays: a row's share of a step.

@@ -68,8 +68,9 @@ class Tree {
   }
 
   void merge(const Tree& other) {
-    for (size_t i = 0; i < other.size(); ++i) take(other, i);
-    places_.clear();
+    std::vector<size_t> all(other.size());
+    std::iota(all.begin(), all.end(), 0);
+    take(other, all);
   }
 
   // Without some tokens and all that is behind them.
@@ -97,21 +98,20 @@ class Tree {
  private:
   Tree of(const std::vector<size_t>& kept) const {
     Tree left;
-    left.places_.assign(size(), kRoot);
-    for (size_t i : kept) left.take(*this, i);
-    left.places_.clear();
+    left.take(*this, kept);
     return left;
   }
 
-  // Adds a node of another tree, behind its parent there, which has been added.
-  void take(const Tree& other, size_t i) {
-    places_.resize(other.size(), kRoot);
-    int64_t parent = other.parents[i] == kRoot ? kRoot : places_[size_t(other.parents[i])];
-    places_[i] = add(parent, other.tokens[i], other.chances[i], other.sources[i]);
+  // Adds nodes of another tree, of each also all before it.
+  void take(const Tree& other, const std::vector<size_t>& nodes) {
+    std::vector<int64_t> places(other.size());  // in this tree
+    for (size_t i : nodes) {
+      int64_t parent = other.parents[i] == kRoot ? kRoot : places[size_t(other.parents[i])];
+      places[i] = add(parent, other.tokens[i], other.chances[i], other.sources[i]);
+    }
   }
 
   std::vector<std::vector<int64_t>> children_;  // of the root, then of each node
-  std::vector<int64_t> places_;  // here of another tree's nodes, while they are added
 };
 
 }  // namespace speculation

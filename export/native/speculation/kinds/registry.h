@@ -13,7 +13,7 @@
 namespace speculation {
 
 constexpr const char *kVerify = "verify", *kBegin = "begin", *kEnd = "end";  // entries of a library
-constexpr const char* kAuto = "auto";  // all kinds that a bundle serves, merged into one tree; each goes on while it pays
+constexpr const char* kAuto = "auto";  // all kinds that a bundle serves, merged into one tree
 constexpr const char* kSparse = "sparse";  // of few inputs; the kind that may be lossy
 
 // What the drafts of a text are made of.
@@ -36,7 +36,9 @@ struct Kind {
 // Drafts that are chains by an entry of the kind's name, which takes what `verify` does and reads less.
 inline Kind kind_of_entry(const char* name) {
   auto make = [name](const Shared& shared) {
-    auto step = [name, &target = shared.target](int64_t token, size_t ahead) { return target.draft(name, token, ahead); };
+    auto step = [name, &target = shared.target](int64_t token, size_t ahead) {
+      return target.draft(name, token, ahead);
+    };
     return std::make_unique<Chain>(name, step, shared.pace, shared.acceptance);
   };
   return {name, make, Chain::prior, {name}};
@@ -44,7 +46,9 @@ inline Kind kind_of_entry(const char* name) {
 
 inline const std::vector<Kind>& kinds() {
   auto lookup = [](const Shared& shared) { return std::make_unique<Lookup>(shared.acceptance); };
-  auto recycling = [](const Shared& shared) { return std::make_unique<Recycling>(shared.vocabulary, shared.acceptance); };
+  auto recycling = [](const Shared& shared) {
+    return std::make_unique<Recycling>(shared.vocabulary, shared.acceptance);
+  };
   auto heads = [](const Shared& shared) {
     return std::make_unique<Heads>(shared.target, shared.vocabulary, shared.pace, shared.acceptance);
   };

@@ -8,8 +8,8 @@
 
 namespace speculation {
 
-// Some of the parts of a model: those that run, how often its guesses agree, and the cost of one in steps, as measured when
-// the model was compressed.
+// Some of the parts of a model: those that run, how often its guesses agree, and the cost of one in steps, as measured
+// when the model was compressed.
 struct Subset {
   std::vector<size_t> kept;
   double agreement, cost;
@@ -40,7 +40,7 @@ class Skipping : public Draft {
   Tree propose(const Room& room) override { return next().chain->propose(room); }
 
  private:
-  static constexpr int64_t kOthersEach = 16;  // drafts, of which one is by another subset: how it would do is known again
+  static constexpr int64_t kOthersEach = 16;  // drafts, of which one is by another subset: so others are known too
   static constexpr size_t kChain = 8;  // tokens for which subsets are compared
 
   struct Tried {
