@@ -66,9 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Give each worker whole files; all tests of a bundle's page to one, so that the bundle is made once, and all of the
-    C++ runner.
-    """
+    """Give each worker whole files, and to one all that share a bundle's page, or the C++ runner."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByBundle(LoadFileScheduling):

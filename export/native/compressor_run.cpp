@@ -845,14 +845,21 @@ class Session : public speculation::Target {
     advance(int64_t(path.size()));
   }
 
-  std::vector<float> heads(int64_t following) override {
+  std::vector<speculation::Logits> heads(int64_t following) override {
     wants_hidden_ = true;
-    if (hidden_.empty()) return {};
+    std::vector<speculation::Logits> found;
+    if (hidden_.empty()) return found;
     Bytes bytes = zeros(hidden_.size() * sizeof(float));
     std::memcpy(bytes.get(), hidden_.data(), hidden_.size() * sizeof(float));
     ffi::Tensor state = tensor(bytes, {1, 1, int64_t(hidden_.size())}, {kDLFloat, 32, 1});
     std::vector<ffi::Any> arguments = {state, tensor(Sizes{following}).as_strided({1, 1}, {1, 1})};
-    return floats(kernels_.results(speculation::Heads::kName, std::move(arguments), 1)[0]);
+    ffi::Tensor logits = kernels_.results(speculation::Heads::kName, std::move(arguments), 1)[0];
+    std::vector<float> all = floats(logits);
+    if (logits.shape().size() != 4) fail(kUnusable, "model.so: its entry `heads` returns no rows; compress again");
+    for (auto width = logits.shape()[3], head = int64_t(0); head < logits.shape()[2]; ++head) {
+      found.emplace_back(all.begin() + head * width, all.begin() + (head + 1) * width);
+    }
+    return found;
   }
 
   int64_t left() const { return model_.limit - position_; }
@@ -916,6 +923,7 @@ class Session : public speculation::Target {
 
   // Trees of tokens behind the stored ones, which have room then.
   Rows behind(const Sizes& ids, const Sizes& parents) {
+    check(ids);
     Rows rows{ids, {}, parents, Sizes(ids.size()), Sizes(ids.size())};
     for (int64_t parent : parents) {
       rows.position.push_back(parent == speculation::kRoot ? position_ : rows.position[size_t(parent)] + 1);
@@ -1026,13 +1034,17 @@ class Session : public speculation::Target {
     advance(count);
   }
 
-  // The position of the first of some tokens that come next, behind the stored ones and some drafted ones.
-  int64_t make_room(const Sizes& ids, int64_t drafted = 0) {
+  void check(const Sizes& ids) const {
     auto [least, most] = std::minmax_element(ids.begin(), ids.end());
     if (*least < 0 || *most >= model_.vocabulary) {  // the kernels would read outside the table
       fail(kBadRequest, "token ids from ", *least, " to ", *most, ": the model knows 0 to ", model_.vocabulary - 1,
            "; does the tokenizer belong to this model?");
     }
+  }
+
+  // The position of the first of some tokens that come next, behind the stored ones and some drafted ones.
+  int64_t make_room(const Sizes& ids, int64_t drafted = 0) {
+    check(ids);
     int64_t count = drafted + int64_t(ids.size());
     reserve(count, count);
     return position_ + drafted;
@@ -1227,45 +1239,51 @@ Options read_options(const std::vector<std::string>& arguments) {
   return options;
 }
 
-// The kind of drafts that is asked for, or that the recipe asks for; empty without drafts.
-std::string kind_of_drafts(const Options& options, const Model& model, const Kernels& kernels) {
-  std::string kind = options.speculate.empty() ? model.speculate : options.speculate;
+// What drafts: the kind that is asked for, or that the recipe asks for, and the kinds that it stands for, none without
+// drafts.
+struct Drafting {
+  std::string kind;
+  std::vector<const speculation::Kind*> members;
+  std::optional<speculation::Lossy> lossy;  // only greedy texts are
+};
+
+Drafting read_drafting(const Options& options, const Model& model, const Kernels& kernels) {
+  Drafting found{options.speculate.empty() ? model.speculate : options.speculate, {}, {}};
+  const std::string& kind = found.kind;
   if (kind.empty() || kind == kOff) {
     if (options.draft_tokens) fail(kBadRequest, "--draft-tokens: nothing drafts; give --speculate and a kind");
-    return "";
+    return found;
   }
   auto served = speculation::served([&](const char* entry) { return kernels.has(entry); }, !model.subsets.empty());
-  auto same = [&kind](const speculation::Kind* one) { return one->name == kind; };
+  for (const speculation::Kind* one : served) {
+    if (kind == speculation::kAuto || kind == one->name) found.members.push_back(one);
+  }
   if (served.empty()) {
     fail(kBadRequest, "speculate='", kind, "': ", options.bundle.string(), " has no kernels that verify drafted ",
          "tokens; make it with `speculate: ", kind, "` in its recipe (target x86)");
   }
-  if (kind != speculation::kAuto && std::none_of(served.begin(), served.end(), same)) {
+  if (found.members.empty()) {
     fail(kBadRequest, "speculate='", kind, "': ", options.bundle.string(), " has no kernels that draft so, only for ",
          speculation::quoted(served), "; make it with `speculate: ", kind, "` in its recipe");
   }
-  return kind;
+  if (kind == speculation::kSparse && options.sampling.temperature == 0) found.lossy = model.lossy;
+  if (found.lossy && options.draft_tokens) {
+    fail(kBadRequest, "--draft-tokens: lossy texts depend on how many tokens are drafted; leave it out");
+  }
+  return found;
 }
 
-// Generates with drafts of a kind; text.tokens is the prompt.
-void generate_with_drafts(Session& session, const Model& model, const Options& options, const Kernels& kernels,
-                          const std::string& kind, const std::vector<float>& logits, double prompt_s,
-                          speculation::Text& text) {
-  speculation::Counts counts{kind};
-  if (kind == speculation::kSparse && options.sampling.temperature == 0) counts.lossy = model.lossy;
-  if (counts.lossy) {
-    if (options.draft_tokens) fail(kBadRequest, "--draft-tokens: lossy texts depend on how many tokens are drafted");
-    text.lenience = {counts.lossy->tolerance, session.left() + 1 - text.left};
-  }
+// Generates with drafts, of which `text` has none yet.
+void generate_with_drafts(Session& session, const Model& model, const Options& options, const Drafting& drafting,
+                          const std::vector<float>& logits, double prompt_s, speculation::Text& text) {
+  speculation::Counts counts{drafting.kind, drafting.lossy};
+  if (drafting.lossy) text.lenience = {drafting.lossy->tolerance, session.left() + 1 - text.left};
   if (options.draft_tokens) text.most = size_t(*options.draft_tokens);
-  auto pace = options.draft_tokens || counts.lossy ? std::make_unique<speculation::Always>()
-                                                   : std::make_unique<speculation::Pace>();
+  auto pace = options.draft_tokens || drafting.lossy ? std::make_unique<speculation::Always>()
+                                                     : std::make_unique<speculation::Pace>();
   speculation::Acceptance acceptance(speculation::prior);
   speculation::Shared shared{session, size_t(model.vocabulary), model.subsets, *pace, acceptance};
-  auto has = [&kernels](const char* entry) { return kernels.has(entry); };
-  for (const speculation::Kind* one : speculation::served(has, !model.subsets.empty())) {
-    if (kind == speculation::kAuto || kind == one->name) text.drafts.push_back(one->make(shared));
-  }
+  for (const speculation::Kind* kind : drafting.members) text.drafts.push_back(kind->make(shared));
   pace->wait(prompt_s);
   text.choose(logits.data(), logits.size());
   speculation::Engine(session, *pace, acceptance, counts).run(text);
@@ -1300,7 +1318,7 @@ void run(const Options& options) {
   Kernels kernels(root, manifest, library, read_parameters(root, manifest, model.vocabulary), threads);
   int64_t prompt = int64_t(options.ids.size());
   Session session(kernels, model, prompt + std::min<int64_t>(options.max_tokens, 256));
-  std::string kind = kind_of_drafts(options, model, kernels);
+  Drafting drafting = read_drafting(options, model, kernels);
   auto begin = speculation::Clock::now();
   std::vector<float> logits = session.prompt(options.ids);
   double seconds = speculation::since(begin);
@@ -1318,8 +1336,8 @@ void run(const Options& options) {
   speculation::Text text{options.ids, sampler, model.ends, left, show};
   if (left == 0) {
     std::cout << std::endl;
-  } else if (!kind.empty()) {
-    generate_with_drafts(session, model, options, kernels, kind, logits, seconds, text);
+  } else if (!drafting.members.empty()) {
+    generate_with_drafts(session, model, options, drafting, logits, seconds, text);
   } else {
     std::optional<early::Exits> exits;
     if (model.exits) exits.emplace(session.stages(), *model.exits);

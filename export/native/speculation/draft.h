@@ -29,9 +29,9 @@ class Target {
   virtual Logits draft_first(int64_t token, size_t ahead) = 0;
   virtual Logits draft_through(const std::vector<size_t>& parts, int64_t token, size_t ahead) = 0;
 
-  // Logits [heads, V] of the tokens behind the one that follows the last token read.  None where no hidden state of it
-  // was kept: the next step keeps one.
-  virtual Logits heads(int64_t following) = 0;
+  // Logits of the tokens behind the one that follows the last token read, of each head.  None where no hidden state of
+  // that was kept: the next step keeps one.
+  virtual std::vector<Logits> heads(int64_t following) = 0;
 };
 
 struct Room {

@@ -11,8 +11,8 @@ class Heads : public Draft {
  public:
   static constexpr const char* kName = "heads";
 
-  Heads(Target& target, size_t vocabulary, Pace& pace, const Acceptance& acceptance)
-      : Draft(kName), target_(target), vocabulary_(vocabulary), pace_(pace), acceptance_(acceptance) {}
+  Heads(Target& target, Pace& pace, const Acceptance& acceptance)
+      : Draft(kName), target_(target), pace_(pace), acceptance_(acceptance) {}
 
   void extend(const Tokens& text) override { last_ = text.back(); }
 
@@ -20,16 +20,12 @@ class Heads : public Draft {
     std::vector<double> none;
     if (!pace_.goes_on(name, room.rows, {room.nodes, none, acceptance_.chance(source(1, 0))})) return {};
     auto begin = Clock::now();
-    Logits logits = target_.heads(last_);
-    size_t heads = logits.size() / vocabulary_;
-    if (heads == 0) return {};  // behind a prompt, and behind plain steps, no hidden state is kept
     std::vector<Tokens> found;
-    for (size_t head = 0; head < heads; ++head) {
-      found.push_back(top_candidates(logits.data() + head * vocabulary_, vocabulary_));
-    }
+    for (const Logits& head : target_.heads(last_)) found.push_back(top_candidates(head.data(), head.size()));
+    if (found.empty()) return {};  // behind a prompt, and behind plain steps, no hidden state is kept
     auto candidates = [&found](int64_t, size_t depth) { return depth <= found.size() ? found[depth - 1] : Tokens(); };
     Tree tree = BestFirst::tree(room, acceptance_, source, candidates, last_);
-    pace_.note_draft(name, since(begin) / double(heads));
+    pace_.note_draft(name, since(begin) / double(found.size()));
     return tree;
   }
 
@@ -39,7 +35,6 @@ class Heads : public Draft {
   static Source source(size_t depth, size_t rank) { return {kName, depth, rank}; }
 
   Target& target_;
-  size_t vocabulary_;
   Pace& pace_;
   const Acceptance& acceptance_;
   int64_t last_ = kRoot;

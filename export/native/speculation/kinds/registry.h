@@ -50,7 +50,7 @@ inline const std::vector<Kind>& kinds() {
     return std::make_unique<Recycling>(shared.vocabulary, shared.acceptance);
   };
   auto heads = [](const Shared& shared) {
-    return std::make_unique<Heads>(shared.target, shared.vocabulary, shared.pace, shared.acceptance);
+    return std::make_unique<Heads>(shared.target, shared.pace, shared.acceptance);
   };
   auto first_layers = [](const Shared& shared) {
     auto step = [&target = shared.target](int64_t token, size_t ahead) { return target.draft_first(token, ahead); };
