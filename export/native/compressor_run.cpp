@@ -68,7 +68,7 @@ constexpr const char* kUsage =
     "  --threads     threads that check the files and run the kernels (default: the physical cores available)\n"
     "  --speculate   drafts tokens, and verifies several in a step where that is faster: lookup, recycle, heads,\n"
     "                exit, planes, self, sparse, auto, or off (default: as the bundle's recipe says)\n"
-    "  --draft-tokens  draft at most so many tokens in each round whether that pays or not, to measure\n"
+    "  --draft-tokens  draft at most so many tokens of each kind, whether that pays or not, to measure\n"
     "  --logits      write the float32 logits after the prompt to FILE, as they are in memory\n";
 
 enum Code { kUnusable = 1, kBadRequest = 2, kDamaged = 4 };  // exit codes
