@@ -10,8 +10,7 @@ without some of its parts, two fixed choices; and, of formats that can skip them
 threshold.  Heads are trained for a few steps, once, unless ``--kinds`` leaves them out.  Every draft is verified,
 whether it pays or not, so that as many verifications as possible are compared; chains that a model drafts have up to
 four tokens.  Batches of four have prompts of one length and texts of several.  ``--runner`` is the runner in C++
-(export/native), which drafts by lookup, from upper planes and by the first layers where that pays, on a quarter of the
-prompts, greedily and longer.  ``--oracle``
+(export/native), which drafts where that pays, on a quarter of the prompts, greedily and longer.  ``--oracle``
 compares with prompt lookup decoding of transformers (``prompt_lookup_num_tokens``) in float32: its greedy texts, and
 those of a bundle without quantisation, drafts off and on.
 """
@@ -68,7 +67,6 @@ EMBEDDING = {"embedding": {"scheme": "W8A16"}}
 GROUPS = {"stories260K": "_G64"}  # in the place of _G128: its linears have 64 and 172 inputs
 HEADS = DraftHeads(width=64, steps=60)
 WHOLE = ("lookup", "recycle", "heads", "planes", "auto")  # kinds of the bundle that is not cut
-NATIVE = ("lookup", "planes", "exit")  # kinds that the runner has
 THRESHOLD = 0.5  # of inputs, below which drafts skip them: about half of those behind a norm
 
 
@@ -212,10 +210,7 @@ def rows(name: str, made: Bundles, items: list[Item], count: int, runner: Path |
             four, batched = together(bundle, kind, items, count)
             cells = [f"`{name}`", f"`{kind}`", equals(one, plain, len(greedy)), told(counts)]
             cells += [equals(four, shorter, len(greedy)), told(batched)]
-            if kind in NATIVE and runner is not None:
-                cells += [native(runner, folder, kind, greedy[::RUNNER_SHARE])]
-            else:
-                cells += [""]
+            cells += [native(runner, folder, kind, greedy[::RUNNER_SHARE]) if runner is not None else ""]
             yield "| " + " | ".join(cells) + " |"
 
 

@@ -66,13 +66,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Give each worker whole files, and all tests of a bundle's page to one, so that the bundle is made once."""
+    """Give each worker whole files, and to one all that share a bundle's page, or the C++ runner."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByBundle(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "pages" if Path(file).name.startswith("test_page") else file
+            is_native = Path(file).parent.name == "native"
+            return "pages" if Path(file).name.startswith("test_page") else "native" if is_native else file
 
     return ByBundle(config, log)
 

@@ -34,10 +34,10 @@
 #include <thread>
 #include <vector>
 
-#include "chain.h"
 #include "early.h"
-#include "lookup.h"
 #include "sha256.h"
+#include "speculation/engine.h"
+#include "speculation/kinds/registry.h"
 
 namespace {
 
@@ -54,19 +54,21 @@ constexpr int64_t kMostLayers = 4096;
 constexpr int kShareCores = -3;  // TVM's kSpecifyThreadShareAllCore: threads may run on all given cores, none is pinned
 constexpr const char* kPredict = "predict";  // the entry that predicts keys and values of a prompt
 constexpr const char *kStream = "stream", *kLogits = "logits";  // what parts give
-constexpr const char* kPlanes = "planes";  // the kind of drafts, and the entry that reads upper planes alone
-constexpr const char *kExit = "exit", *kRest = "rest";  // the kind of drafts, and the entry of the layers behind the first
+constexpr const char* kOff = "off";  // no drafts
 constexpr const char* kUsage =
-    "usage: compressor_run BUNDLE --ids 1,2,3 [--max-tokens N] [--threads T] [--speculate lookup|planes|exit|off]\n"
-    "                      [--draft-tokens N] [--logits FILE]\n"
+    "usage: compressor_run BUNDLE --ids 1,2,3 [--max-tokens N] [--temperature T] [--top-k K] [--top-p P] [--seed S]\n"
+    "                      [--threads T] [--speculate KIND] [--draft-tokens N] [--logits FILE]\n"
     "  BUNDLE        the folder that `compress run` wrote\n"
     "  --ids         the prompt's token ids\n"
-    "  --max-tokens  at most so many new tokens (default: 64); each is the likeliest one\n"
+    "  --max-tokens  at most so many new tokens (default: 64)\n"
+    "  --temperature 0 takes the likeliest token (the default), above 0 samples\n"
+    "  --top-k       sample among so many likeliest tokens only (default: 0, all)\n"
+    "  --top-p       sample among the fewest tokens whose probabilities reach it (default: 1)\n"
+    "  --seed        makes sampling repeatable\n"
     "  --threads     threads that check the files and run the kernels (default: the physical cores available)\n"
-    "  --speculate   drafts tokens, and verifies several in a step where that is faster; the ids are the same: lookup\n"
-    "                from the text, planes from the upper halves of the weights' codes, exit from the first layers\n"
-    "                (default: as the bundle's recipe says, lookup where it says auto, off where it says another kind)\n"
-    "  --draft-tokens  draft so many tokens in each round whether that pays or not, to measure\n"
+    "  --speculate   drafts tokens, and verifies several in a step where that is faster: lookup, recycle, heads,\n"
+    "                exit, planes, self, sparse, auto, or off (default: as the bundle's recipe says)\n"
+    "  --draft-tokens  draft at most so many tokens of each kind, whether that pays or not, to measure\n"
     "  --logits      write the float32 logits after the prompt to FILE, as they are in memory\n";
 
 enum Code { kUnusable = 1, kBadRequest = 2, kDamaged = 4 };  // exit codes
@@ -387,7 +389,8 @@ struct Model {
   std::string speculate;  // drafts that the recipe asks for; empty for none
   std::vector<Part> parts = {};
   std::optional<early::Facts> exits = {};  // where tokens leave early
-  bool lossy = false;  // the drafts that the recipe asks for change texts
+  std::vector<speculation::Subset> subsets = {};  // of the parts between the first and the last, which draft
+  std::optional<speculation::Lossy> lossy = {};  // where the drafts that the recipe asks for change greedy texts
   int64_t predicts = 0;  // layers whose caches the entry `predict` takes as scratch; 0 where there is none
 };
 
@@ -410,7 +413,8 @@ std::vector<Part> read_parts(const json::Object& manifest, const json::Object& f
     known.insert(read.gives.begin(), read.gives.end());
     parts.push_back(std::move(read));
   }
-  if (!fits || parts.size() < 2) {
+  fits = fits && parts.size() > 1;
+  if (!fits || std::count(parts.back().gives.begin(), parts.back().gives.end(), kLogits) == 0) {
     fail(kDamaged, "manifest.json: `parts` has a value that cannot be; copy the bundle again");
   }
   return parts;
@@ -429,6 +433,42 @@ early::Facts read_exits(const json::Object& facts, size_t parts) {
   return exits;
 }
 
+// Subsets of the parts between the first and the last that draft.
+std::vector<speculation::Subset> read_subsets(const json::Object& facts, const std::vector<Part>& parts) {
+  std::vector<speculation::Subset> subsets;
+  if (facts.count(ffi::String("skips")) == 0) return subsets;
+  bool fits = parts.size() > 1;
+  for (const json::Object& stated : items<json::Object>(facts, "skips")) {
+    speculation::Subset read{{}, field<double>(stated, "agreement"), field<double>(stated, "cost")};
+    std::set<std::string> without;
+    for (const ffi::String& name : items<ffi::String>(stated, "without")) without.insert(name);
+    for (size_t i = 1; i + 1 < parts.size(); ++i) {
+      if (without.erase(parts[i].entry) == 0) read.kept.push_back(i);
+    }
+    fits = fits && without.empty() && read.agreement >= 0 && read.cost >= 0 && std::isfinite(read.cost) &&
+           std::isfinite(read.agreement);
+    subsets.push_back(std::move(read));
+  }
+  if (!fits || subsets.empty()) {
+    fail(kDamaged, "manifest.json: `skips` has a value that cannot be; copy the bundle again");
+  }
+  return subsets;
+}
+
+std::optional<speculation::Lossy> read_lossy(const json::Object& facts, const std::string& speculate) {
+  if (facts.count(ffi::String("lossy")) == 0) return std::nullopt;
+  auto stated = field<json::Object>(facts, "lossy");
+  speculation::Lossy lossy{field<double>(stated, "tolerance")};
+  if (stated.count(ffi::String("lossless_agreement")) != 0) {
+    lossy.measured = {field<double>(stated, "lossless_agreement"), field<double>(stated, "lossy_perplexity"),
+                      field<double>(stated, "lossless_perplexity")};
+  }
+  if (speculate != speculation::kSparse || !(lossy.tolerance > 0 && lossy.tolerance <= 1)) {
+    fail(kDamaged, "manifest.json: `lossy` has a value that cannot be; copy the bundle again");
+  }
+  return lossy;
+}
+
 Model read_model(const fs::path& root, const json::Object& manifest) {
   if (auto kind = field<ffi::String>(manifest, "kind"); kind != "decoder") {
     fail(kBadRequest, root.string(), ": holds a ", kind, "; only a decoder generates");
@@ -440,12 +480,10 @@ Model read_model(const fs::path& root, const json::Object& manifest) {
   Model model{field<int64_t>(facts, "vocab_size"), field<int64_t>(facts, "layers"),
               field<int64_t>(facts, "max_positions"), 0, {}, true, items<int64_t>(facts, "eos_ids"),
               field_or<ffi::String>(facts, "speculate", "")};
-  static const std::set<std::string> known = {"",       "lookup", "recycle", "heads", "exit",
-                                              "planes", "self",   "sparse",  "auto"};
-  if (known.count(model.speculate) == 0) {
+  if (!model.speculate.empty() && !speculation::is_kind(model.speculate)) {
     fail(kDamaged, "manifest.json: `speculate` has a value that cannot be; copy the bundle again");
   }
-  model.lossy = facts.count(ffi::String("lossy")) != 0;
+  model.lossy = read_lossy(facts, model.speculate);
   model.predicts = field_or<int64_t>(facts, "predicts", 0);
   if (model.predicts < 0 || (model.predicts != 0 && model.predicts >= model.layers)) {
     fail(kDamaged, "manifest.json: `predicts` has a value that cannot be; copy the bundle again");
@@ -471,6 +509,7 @@ Model read_model(const fs::path& root, const json::Object& manifest) {
   }
   model.row_bytes = bytes / rows;
   model.parts = read_parts(manifest, facts, model.layers);
+  model.subsets = read_subsets(facts, model.parts);
   if (!model.parts.empty() && facts.count(ffi::String("exits")) != 0) {
     model.exits = read_exits(facts, model.parts.size());
   }
@@ -502,6 +541,11 @@ ffi::Tensor tensor(const Sizes& values) {
   return tensor(bytes, {int64_t(values.size())}, {kDLInt, 64, 1});
 }
 
+int64_t product(const Sizes& sizes, size_t begin, size_t end) {
+  return std::accumulate(sizes.begin() + int64_t(begin), sizes.begin() + int64_t(end), int64_t(1),
+                         std::multiplies<int64_t>());
+}
+
 // Several tensors as one, each behind the one before along an axis.
 ffi::Tensor joined(const std::vector<ffi::Tensor>& pieces, size_t axis) {
   Sizes shape(pieces[0].shape().begin(), pieces[0].shape().end());
@@ -517,9 +561,8 @@ ffi::Tensor joined(const std::vector<ffi::Tensor>& pieces, size_t axis) {
   }
   for (const ffi::Tensor& piece : pieces) fits = fits && piece.IsContiguous();
   if (!fits) fail(kUnusable, "model.so: what its parts return does not fit together; compress again");
-  auto product = [](auto begin, auto end) { return std::accumulate(begin, end, int64_t(1), std::multiplies<int64_t>()); };
-  int64_t outer = product(shape.begin(), shape.begin() + int64_t(axis));
-  int64_t inner = product(shape.begin() + int64_t(axis) + 1, shape.end()) * (pieces[0].dtype().bits / 8);
+  int64_t outer = product(shape, 0, axis);
+  int64_t inner = product(shape, axis + 1, shape.size()) * (pieces[0].dtype().bits / 8);
   Bytes bytes = zeros(size_t(outer * shape[axis] * inner));
   uint8_t* target = bytes.get();
   for (int64_t row = 0; row < outer; ++row) {
@@ -530,6 +573,23 @@ ffi::Tensor joined(const std::vector<ffi::Tensor>& pieces, size_t axis) {
     }
   }
   return tensor(bytes, shape, pieces[0].dtype());
+}
+
+// One of several tokens' values, which lie along an axis.
+ffi::Tensor one_of(const ffi::Tensor& all, size_t axis, size_t place, size_t count) {
+  Sizes shape(all.shape().begin(), all.shape().end());
+  if (axis >= shape.size() || shape[axis] != int64_t(count) || !all.IsContiguous()) {
+    fail(kUnusable, "model.so: what its parts return does not fit together; compress again");
+  }
+  size_t outer = size_t(product(shape, 0, axis));
+  size_t inner = size_t(product(shape, axis + 1, shape.size()) * (all.dtype().bits / 8));
+  Bytes bytes = zeros(outer * inner);
+  auto* source = static_cast<const uint8_t*>(all.data_ptr());
+  for (size_t row = 0; row < outer; ++row) {
+    std::memcpy(bytes.get() + row * inner, source + (row * count + place) * inner, inner);
+  }
+  shape[axis] = 1;
+  return tensor(bytes, shape, all.dtype());
 }
 
 struct Entry {
@@ -619,8 +679,7 @@ ffi::Array<ffi::Tensor> read_parameters(const fs::path& root, const json::Object
 }
 
 // Of each entry function, the indices of its parameters; bundles that verify no drafted tokens have `main` alone.
-std::map<std::string, Sizes> read_entries(const json::Object& manifest, size_t parameters,
-                                          const std::vector<Part>& parts) {
+std::map<std::string, Sizes> read_entries(const json::Object& manifest, size_t parameters) {
   if (manifest.count("entries") == 0) {
     Sizes all(parameters);
     std::iota(all.begin(), all.end(), 0);
@@ -629,9 +688,10 @@ std::map<std::string, Sizes> read_entries(const json::Object& manifest, size_t p
   auto listed = field<json::Object>(manifest, "entries");
   std::map<std::string, Sizes> entries;
   bool predicts = field<json::Object>(manifest, "model").count("predicts") != 0;
-  std::vector<std::string> names = {"main", predicts ? kPredict : "verify"};
-  if (listed.count(kPlanes) != 0) names.push_back(kPlanes);
-  for (const Part& part : parts) names.push_back(part.entry);
+  std::set<std::string> names = {"main", predicts ? kPredict : speculation::kVerify};
+  for (const auto& [key, indices] : listed) {
+    if (!predicts) names.insert(key.cast<ffi::String>());
+  }
   for (const std::string& name : names) {
     for (int64_t index : entries[name] = items<int64_t>(listed, name.c_str())) {
       if (index >= 0 && index < int64_t(parameters)) continue;
@@ -660,9 +720,9 @@ void configure_threads(int threads) {
 class Kernels {
  public:
   Kernels(const fs::path& root, const json::Object& manifest, const std::string& library,
-          const ffi::Array<ffi::Tensor>& parameters, const std::vector<Part>& parts, int threads)
+          const ffi::Array<ffi::Tensor>& parameters, int threads)
       : library_(member(root, library)) {
-    for (const auto& [name, indices] : read_entries(manifest, parameters.size(), parts)) {
+    for (const auto& [name, indices] : read_entries(manifest, parameters.size())) {
       for (int64_t index : indices) entries_[name].parameters.push_back(parameters[index]);
     }
     fs::path runtime = member(root, "lib/libtvm_runtime.so");
@@ -683,11 +743,6 @@ class Kernels {
   }
 
   bool has(const std::string& entry) const { return entries_.count(entry) != 0; }
-
-  // The first result: where heads draft, what verifies also gives the hidden states that they read, behind the logits.
-  ffi::Tensor call(const std::string& name, std::vector<ffi::Any> arguments) const {
-    return results(name, std::move(arguments), 1)[0];
-  }
 
   // At least so many results.
   std::vector<ffi::Tensor> results(const std::string& name, std::vector<ffi::Any> arguments, size_t least) const {
@@ -717,8 +772,13 @@ class Kernels {
   std::map<std::string, Entry> entries_;
 };
 
+// Tokens, a number of each for each, by the names of the entries' inputs.
+struct Rows {
+  Sizes ids, position, parent, slot, row;
+};
+
 // Keys and values of the tokens seen so far.
-class Session {
+class Session : public speculation::Target {
  public:
   Session(const Kernels& kernels, const Model& model, int64_t capacity) : kernels_(kernels), model_(model) {
     resize(std::min(capacity, model.limit));
@@ -727,60 +787,87 @@ class Session {
   // Appends the tokens that a text begins with; logits [V] after the last.  Where the bundle predicts caches, the others
   // leave predicted keys and values.
   std::vector<float> prompt(const Sizes& ids) {
-    if (!kernels_.has(kPredict) || ids.size() < 2) return step(ids);
+    if (!kernels_.has(kPredict) || ids.size() < 2) return append(ids);
     predict(Sizes(ids.begin(), ids.end() - 1));
-    return step({ids.back()});
+    return append({ids.back()});
   }
 
-  // Appends tokens; logits [V] after the last of them.
-  std::vector<float> step(const Sizes& ids) {
-    Sizes positions = make_room(ids);
-    std::vector<float> logits = call("main", ids, {positions, {int64_t(ids.size()) - 1}}, 1);
-    accept(ids.size());
+  std::vector<float> step(int64_t token) override {
+    if (!std::exchange(wants_hidden_, false)) return append({token});
+    hidden_.clear();
+    std::vector<float> logits = verified(speculation::kVerify, in_a_row(make_room({token}), {token}));
+    accept({0});
     return logits;
   }
 
-  // Logits [V] after a drafted token by another entry than `verify`; `ahead` others stand between it and the stored
-  // ones.  What is verified or appended next writes over its keys and values.
-  std::vector<float> draft(const std::string& entry, int64_t token, size_t ahead) {
-    Sizes positions = make_room({token}, int64_t(ahead));
-    return call(entry, {token}, {positions, {0}, {-1}, {0}, positions}, 1);
+  std::vector<float> draft(const std::string& entry, int64_t token, size_t ahead) override {
+    drafted_.clear();  // it writes over what the first part left
+    return verified(entry, in_a_row(make_room({token}, int64_t(ahead)), {token}));
   }
 
-  // Logits [V] after a drafted token by the first layers, as `draft`; tokens that are verified go on from there.
-  std::vector<float> draft_first(int64_t token, size_t ahead) {
-    int64_t position = make_room({token}, int64_t(ahead)).front();
-    part(0, {token}, position);
+  std::vector<float> draft_first(int64_t token, size_t ahead) override {
+    part(0, in_a_row(make_room({token}, int64_t(ahead)), {token}));
     drafted_.resize(ahead);
-    drafted_.push_back({token, values_});
-    part(model_.parts.size() - 1, {}, 0);
+    drafted_.push_back({token, {}});
+    for (const ffi::String& name : model_.parts[0].gives) drafted_.back().values.emplace(name, values_.at(name));
+    part(model_.parts.size() - 1, {});
     return floats(values_.at(kLogits));
   }
 
-  // Logits [S, V] after each of a chain of drafted tokens, none of which is appended.
-  std::vector<float> verify(const Sizes& ids) {
-    Sizes positions = make_room(ids), order(ids.size()), parents(ids.size()), slots(ids.size());
-    if (go_on_from_draft(ids)) {
-      for (size_t index = 1; index < model_.parts.size(); ++index) part(index, ids, position_);
-      return floats(values_.at(kLogits));
-    }
-    std::iota(order.begin(), order.end(), 0);
-    std::iota(parents.begin(), parents.end(), -1);
-    return call("verify", ids, {positions, order, parents, slots, positions}, ids.size());
+  std::vector<float> draft_through(const std::vector<size_t>& parts, int64_t token, size_t ahead) override {
+    drafted_.clear();  // a verification runs the whole in one entry: an embedding is not worth its parts' calls
+    Rows rows = in_a_row(make_room({token}, int64_t(ahead)), {token});
+    part(0, rows);
+    for (size_t index : parts) part(index, rows);
+    part(model_.parts.size() - 1, {});
+    return floats(values_.at(kLogits));
   }
 
-  // Appends the first of the tokens just verified; a chain's keys and values lie where a step would write them.
-  void accept(size_t count) {
-    position_ += int64_t(count);
-    drafted_.clear();
+  std::vector<float> verify(const Sizes& ids, const Sizes& parents) override {
+    Rows rows = behind(ids, parents);
+    if (!go_on_from_draft(rows)) return verified(speculation::kVerify, rows);
+    for (size_t index = 1; index < model_.parts.size(); ++index) part(index, rows);
+    given_.reset();
+    return floats(values_.at(kLogits));
+  }
+
+  void accept(const std::vector<size_t>& path) override {
+    for (size_t i = 0; i < path.size(); ++i) {  // a row moves towards the front, behind those that are there
+      if (path[i] != i) move_row(position_ + int64_t(path[i]), position_ + int64_t(i));
+    }
+    wants_hidden_ = false;
+    hidden_.clear();
+    if (given_) {
+      int64_t width = given_->shape()[2];
+      auto* row = static_cast<const float*>(given_->data_ptr()) + int64_t(path.back()) * width;
+      hidden_.assign(row, row + width);
+    }
+    advance(int64_t(path.size()));
+  }
+
+  std::vector<speculation::Logits> heads(int64_t following) override {
+    wants_hidden_ = true;
+    std::vector<speculation::Logits> found;
+    if (hidden_.empty()) return found;
+    Bytes bytes = zeros(hidden_.size() * sizeof(float));
+    std::memcpy(bytes.get(), hidden_.data(), hidden_.size() * sizeof(float));
+    ffi::Tensor state = tensor(bytes, {1, 1, int64_t(hidden_.size())}, {kDLFloat, 32, 1});
+    std::vector<ffi::Any> arguments = {state, tensor(Sizes{following}).as_strided({1, 1}, {1, 1})};
+    ffi::Tensor logits = kernels_.results(speculation::Heads::kName, std::move(arguments), 1)[0];
+    std::vector<float> all = floats(logits);
+    if (logits.shape().size() != 4) fail(kUnusable, "model.so: its entry `heads` returns no rows; compress again");
+    for (auto width = logits.shape()[3], head = int64_t(0); head < logits.shape()[2]; ++head) {
+      found.emplace_back(all.begin() + head * width, all.begin() + (head + 1) * width);
+    }
+    return found;
   }
 
   int64_t left() const { return model_.limit - position_; }
 
   // Appends a token that is read in stages; its position.
-  int64_t advance(int64_t token) {
-    int64_t position = make_room({token}).front();
-    accept(1);
+  int64_t advance_in_stages(int64_t token) {
+    int64_t position = make_room({token});
+    advance(1);
     return position;
   }
 
@@ -792,18 +879,19 @@ class Session {
       values_[kStream] = tensor(bytes, {1, int64_t(count), int64_t(rows.size() / count)}, {kDLFloat, 32, 1});
     };
     auto begin = [this](const Sizes& ids, int64_t first) {
-      part(0, ids, first);
+      part(0, in_a_row(first, ids));
+      begun_ = ids, first_ = first;
       return floats(values_.at(kStream));
     };
-    auto run = [this, put](size_t number, const Sizes& ids, int64_t first, const early::Rows& stream) {
-      if (ids != begun_ || first != first_) part(0, ids, first);  // what stages share depends on the places
+    auto run = [this, put, begin](size_t number, const Sizes& ids, int64_t first, const early::Rows& stream) {
+      if (ids != begun_ || first != first_) begin(ids, first);  // what stages share depends on the places
       put(stream, ids.size());
-      part(1 + number, ids, first);
+      part(1 + number, in_a_row(first, ids));
       return floats(values_.at(kStream));
     };
     auto end = [this, put](const early::Rows& row) {
       put(row, 1);
-      part(model_.parts.size() - 1, {}, 0);
+      part(model_.parts.size() - 1, {});
       return floats(values_.at(kLogits));
     };
     return {begin, run, end};
@@ -820,59 +908,99 @@ class Session {
 
   static std::vector<float> floats(const ffi::Tensor& rows) {
     if (rows.dtype() != DLDataType{kDLFloat, 32, 1} || !rows.IsContiguous() || rows.numel() == 0) {
-      fail(kUnusable, "model.so: one of its parts returns no float32 rows; compress again");
+      fail(kUnusable, "model.so: one of its entries returns no float32 rows; compress again");
     }
     auto* data = static_cast<const float*>(rows.data_ptr());
     return std::vector<float>(data, data + rows.numel());
   }
 
-  // Brings tokens to where the first part ends, as far as a draft has read them with what it left; false where it has
-  // read none.
-  bool go_on_from_draft(const Sizes& ids) {
-    size_t known = 0;
-    while (known < std::min(ids.size(), drafted_.size()) && drafted_[known].token == ids[known]) ++known;
-    if (known == 0) return false;
-    if (known < ids.size()) {
-      part(0, Sizes(ids.begin() + int64_t(known), ids.end()), position_ + int64_t(known));
+  // Tokens one behind another, each behind the rows of the cache: no tree.
+  static Rows in_a_row(int64_t position, const Sizes& ids) {
+    Sizes positions(ids.size());
+    std::iota(positions.begin(), positions.end(), position);
+    return {ids, positions, Sizes(ids.size(), speculation::kRoot), Sizes(ids.size()), positions};
+  }
+
+  // Trees of tokens behind the stored ones, which have room then.
+  Rows behind(const Sizes& ids, const Sizes& parents) {
+    check(ids);
+    Rows rows{ids, {}, parents, Sizes(ids.size()), Sizes(ids.size())};
+    for (int64_t parent : parents) {
+      rows.position.push_back(parent == speculation::kRoot ? position_ : rows.position[size_t(parent)] + 1);
+    }
+    std::iota(rows.row.begin(), rows.row.end(), position_);
+    int64_t deepest = *std::max_element(rows.position.begin(), rows.position.end());
+    reserve(deepest + 1 - position_, int64_t(ids.size()));
+    return rows;
+  }
+
+  // Brings tokens to where the first part ends, with what a draft left of those that it has read at the same places
+  // behind the same tokens; false where it has read none.
+  bool go_on_from_draft(const Rows& rows) {
+    size_t count = rows.ids.size();
+    std::vector<const Values*> found(count);
+    std::vector<size_t> fresh, places(count);  // tokens that no draft has read, and the place of each among them
+    for (size_t t = 0; t < count; ++t) {
+      size_t place = size_t(rows.row[t] - position_), parent = size_t(rows.parent[t]);
+      bool follows = place == 0 ? rows.parent[t] < 0 : rows.parent[t] >= 0 && found[parent] != nullptr;
+      bool same = place < drafted_.size() && drafted_[place].token == rows.ids[t] && rows.row[t] == rows.position[t];
+      if (same && follows) found[t] = &drafted_[place].values;
+      if (found[t] == nullptr) places[t] = fresh.size(), fresh.push_back(t);
+    }
+    if (fresh.size() == count) {
+      drafted_.clear();
+      return false;
+    }
+    if (!fresh.empty()) {
+      Rows own;
+      for (size_t t : fresh) {
+        // One whose parent was read before follows rows of the cache, as behind a shorter text.
+        bool is_own = rows.parent[t] >= 0 && found[size_t(rows.parent[t])] == nullptr;
+        own.ids.push_back(rows.ids[t]), own.position.push_back(rows.position[t]), own.slot.push_back(0);
+        own.parent.push_back(is_own ? int64_t(places[size_t(rows.parent[t])]) : speculation::kRoot);
+        own.row.push_back(rows.row[t]);
+      }
+      part(0, own);
     }
     const Part& first = model_.parts[0];
     for (size_t i = 0; i < first.gives.size(); ++i) {
+      if (first.axes[i] < 0) continue;  // the same for all
+      size_t axis = size_t(first.axes[i]);
       std::vector<ffi::Tensor> pieces;
-      for (size_t place = 0; place < known; ++place) pieces.push_back(drafted_[place].values.at(first.gives[i]));
-      if (known < ids.size()) pieces.push_back(values_.at(first.gives[i]));
-      values_[first.gives[i]] = first.axes[i] < 0 ? pieces[0] : joined(pieces, size_t(first.axes[i]));
+      for (size_t t = 0; t < count; ++t) {
+        pieces.push_back(found[t] != nullptr ? found[t]->at(first.gives[i])
+                                             : one_of(values_.at(first.gives[i]), axis, places[t], fresh.size()));
+      }
+      values_[first.gives[i]] = joined(pieces, axis);
     }
     drafted_.clear();
     return true;
   }
 
-  // Runs a part of the model on tokens in a row, or on the stream alone; what it gives is kept by name.
-  void part(size_t index, const Sizes& ids, int64_t first) {
+  // Runs a part of the model on tokens, or on the stream alone; what it gives is kept by name.
+  void part(size_t index, const Rows& rows) {
     const Part& facts = model_.parts[index];
-    int64_t count = int64_t(ids.size());
-    Sizes positions(ids.size()), parents(ids.size());
-    std::iota(positions.begin(), positions.end(), first);
-    std::iota(parents.begin(), parents.end(), -1);
+    int64_t count = int64_t(rows.ids.size());
     std::vector<ffi::Any> arguments;
     for (const ffi::String& given : facts.takes) {
       std::string name = given;
       if (size_t digits = name.find("_cache_"); digits == 1) {
         size_t layer = size_t(std::stoll(name.substr(8))), cache = layer + (name[0] == 'v' ? size_t(model_.layers) : 0);
-        arguments.push_back(cache_tensor(caches_[cache], heads(cache)));
+        arguments.push_back(cache_tensor(caches_[cache], heads_of(cache)));
       } else if (auto value = values_.find(name); value != values_.end()) {
         arguments.push_back(value->second);
       } else if (name == "ids") {
-        arguments.push_back(tensor(ids).as_strided({1, count}, {count, 1}));
+        arguments.push_back(tensor(rows.ids).as_strided({1, count}, {count, 1}));
       } else {
-        arguments.push_back(tensor(name == "parent" ? parents
-                                   : name == "slot" ? Sizes(ids.size())
+        arguments.push_back(tensor(name == "parent" ? rows.parent
+                                   : name == "slot" ? rows.slot
+                                   : name == "row"  ? rows.row
                                    : name == "keep" ? every_row()
-                                                    : positions));
+                                                    : rows.position));
       }
     }
     std::vector<ffi::Tensor> found = kernels_.results(facts.entry, std::move(arguments), facts.gives.size());
     for (size_t i = 0; i < facts.gives.size(); ++i) values_[facts.gives[i]] = found[i];
-    if (index == 0) begun_ = ids, first_ = first;
   }
 
   Sizes every_row() const {  // of the stream [1, T, C]
@@ -884,61 +1012,103 @@ class Session {
 
   // Appends the first tokens with predicted keys and values: float32 [2 * layers, 1, heads, tokens, width].
   void predict(const Sizes& ids) {
-    Sizes positions = make_room(ids);
+    Rows places = in_a_row(make_room(ids), ids);
     int64_t count = int64_t(ids.size()), bytes = count * model_.row_bytes;
-    std::vector<ffi::Any> arguments = {tensor(ids).as_strided({1, count}, {count, 1}), tensor(positions)};
+    std::vector<ffi::Any> arguments = {tensor(ids).as_strided({1, count}, {count, 1}), tensor(places.position)};
     for (int64_t first : {int64_t(0), model_.layers}) {
       for (size_t i = size_t(first); i < size_t(first + model_.predicts); ++i) {
-        arguments.push_back(cache_tensor(caches_[i], heads(i)));
+        arguments.push_back(cache_tensor(caches_[i], heads_of(i)));
       }
     }
-    ffi::Tensor rows = kernels_.call(kPredict, std::move(arguments));
+    ffi::Tensor rows = kernels_.results(kPredict, std::move(arguments), 1)[0];
     if (rows.dtype() != DLDataType{kDLFloat, 32, 1} || !rows.IsContiguous() || !model_.dense_cache ||
         rows.numel() * 4 != 2 * std::accumulate(model_.heads.begin(), model_.heads.end(), int64_t(0)) * bytes) {
       fail(kUnusable, "model.so: its entry `predict` returns no keys and values; compress again");
     }
     auto* source = static_cast<const unsigned char*>(rows.data_ptr());
     for (size_t i = 0; i < caches_.size(); ++i) {
-      for (int64_t head = 0; head < heads(i); ++head, source += bytes) {
-        std::memcpy(caches_[i].get() + head * capacity_ * model_.row_bytes, source, size_t(bytes));
+      for (int64_t head = 0; head < heads_of(i); ++head, source += bytes) {
+        std::memcpy(row(i, head, 0), source, size_t(bytes));
       }
     }
-    accept(ids.size());
+    advance(count);
   }
 
-  // Positions of tokens that come next, behind the stored ones and some drafted ones.
-  Sizes make_room(const Sizes& ids, int64_t drafted = 0) {
+  void check(const Sizes& ids) const {
     auto [least, most] = std::minmax_element(ids.begin(), ids.end());
     if (*least < 0 || *most >= model_.vocabulary) {  // the kernels would read outside the table
       fail(kBadRequest, "token ids from ", *least, " to ", *most, ": the model knows 0 to ", model_.vocabulary - 1,
            "; does the tokenizer belong to this model?");
     }
-    int64_t count = drafted + int64_t(ids.size());
-    if (count > left()) {
-      fail(kBadRequest, count, " tokens after ", position_, " others: the model ends at ", model_.limit,
-           " positions; give fewer tokens");
-    }
-    if (position_ + count > capacity_) resize(std::min(model_.limit, std::max(position_ + count, 2 * capacity_)));
-    Sizes positions(ids.size());
-    std::iota(positions.begin(), positions.end(), position_ + drafted);
-    return positions;
   }
 
-  std::vector<float> call(const std::string& entry, const Sizes& ids, const std::vector<Sizes>& places, size_t rows) {
+  // The position of the first of some tokens that come next, behind the stored ones and some drafted ones.
+  int64_t make_room(const Sizes& ids, int64_t drafted = 0) {
+    check(ids);
+    int64_t count = drafted + int64_t(ids.size());
+    reserve(count, count);
+    return position_ + drafted;
+  }
+
+  // Makes room for so many positions behind the stored tokens, and for so many rows, of which a tree needs more.
+  void reserve(int64_t positions, int64_t rows) {
+    if (positions > left()) {
+      fail(kBadRequest, positions, " tokens after ", position_, " others: the model ends at ", model_.limit,
+           " positions; give fewer tokens");
+    }
+    if (position_ + rows > capacity_) resize(std::max(position_ + rows, std::min(model_.limit, 2 * capacity_)));
+  }
+
+  void advance(int64_t count) {
+    position_ += count;
+    drafted_.clear();
+  }
+
+  // Appends tokens; logits [V] after the last of them.
+  std::vector<float> append(const Sizes& ids) {
+    Rows places = in_a_row(make_room(ids), ids);
+    std::vector<float> logits = floats(call("main", ids, {places.position, {int64_t(ids.size()) - 1}})[0]);
+    hidden_.clear();
+    advance(int64_t(ids.size()));
+    return logits;
+  }
+
+  // Logits [T, V] by an entry for drafted tokens.  Where heads draft, it also gives the hidden states that they read.
+  std::vector<float> verified(const std::string& entry, const Rows& rows) {
+    Sizes order(rows.ids.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::vector<ffi::Tensor> found = call(entry, rows.ids, {rows.position, order, rows.parent, rows.slot, rows.row});
+    given_.reset();
+    if (found.size() > 1) {
+      ffi::ShapeView shape = found[1].shape();
+      bool fits = shape.size() == 3 && shape[1] == int64_t(order.size()) && floats(found[1]).size() > 0;
+      if (!fits) fail(kUnusable, "model.so: its entry `", entry, "` returns no hidden states; compress again");
+      given_ = found[1];
+    }
+    return floats(found[0]);
+  }
+
+  std::vector<ffi::Tensor> call(const std::string& entry, const Sizes& ids, const std::vector<Sizes>& places) {
     int64_t count = int64_t(ids.size());
     std::vector<ffi::Any> arguments = {tensor(ids).as_strided({1, count}, {count, 1})};
     for (const Sizes& values : places) arguments.push_back(tensor(values));
-    for (size_t i = 0; i < caches_.size(); ++i) arguments.push_back(cache_tensor(caches_[i], heads(i)));
-    ffi::Tensor logits = kernels_.call(entry, std::move(arguments));
-    if (logits.dtype() != DLDataType{kDLFloat, 32, 1} || !logits.IsContiguous() || logits.numel() == 0 ||
-        logits.numel() % int64_t(rows) != 0) {
-      fail(kUnusable, "model.so: its entry returns no float32 logits; compress again");
-    }
-    auto* data = static_cast<const float*>(logits.data_ptr());
-    return std::vector<float>(data, data + logits.numel());
+    for (size_t i = 0; i < caches_.size(); ++i) arguments.push_back(cache_tensor(caches_[i], heads_of(i)));
+    return kernels_.results(entry, std::move(arguments), 1);
   }
 
-  int64_t heads(size_t cache) const { return model_.heads[cache % model_.heads.size()]; }  // keys first, then values
+  int64_t heads_of(size_t cache) const { return model_.heads[cache % model_.heads.size()]; }  // keys, then values
+
+  uint8_t* row(size_t cache, int64_t head, int64_t place) const {
+    return caches_[cache].get() + (head * capacity_ + place) * model_.row_bytes;
+  }
+
+  void move_row(int64_t from, int64_t to) {
+    for (size_t i = 0; i < caches_.size(); ++i) {
+      for (int64_t head = 0; head < heads_of(i); ++head) {
+        std::memcpy(row(i, head, to), row(i, head, from), size_t(model_.row_bytes));
+      }
+    }
+  }
 
   ffi::Tensor cache_tensor(const Bytes& cache, int64_t heads) const {
     int64_t width = model_.dense_cache ? model_.row_bytes / 4 : model_.row_bytes;
@@ -955,13 +1125,11 @@ class Session {
     }
     caches_.resize(size_t(2 * model_.layers));
     for (size_t i = 0; i < caches_.size(); ++i) {  // at most one is held twice
-      Bytes& cache = caches_[i];
-      Bytes grown = zeros(size_t(heads(i) * head_bytes));
-      for (int64_t head = 0; head < heads(i) && capacity_ != 0; ++head) {  // with rows of drafted tokens
-        std::memcpy(grown.get() + head * head_bytes, cache.get() + head * capacity_ * model_.row_bytes,
-                    size_t(capacity_ * model_.row_bytes));
+      Bytes grown = zeros(size_t(heads_of(i) * head_bytes));
+      for (int64_t head = 0; head < heads_of(i) && capacity_ != 0; ++head) {  // with rows of drafted tokens
+        std::memcpy(grown.get() + head * head_bytes, row(i, head, 0), size_t(capacity_ * model_.row_bytes));
       }
-      cache = grown;
+      caches_[i] = grown;
     }
     capacity_ = capacity;
   }
@@ -971,23 +1139,13 @@ class Session {
   std::vector<Bytes> caches_;
   int64_t position_ = 0, capacity_ = 0;
   Values values_;  // that parts gave, by name
-  std::vector<Drafted> drafted_;  // behind the stored tokens, one behind another
-  Sizes begun_;  // tokens that the first part read last, from this position on
+  std::vector<Drafted> drafted_;  // by the first part, behind the stored tokens, one behind another
+  std::optional<ffi::Tensor> given_;  // hidden states [1, T, D] of the tokens that were verified last
+  std::vector<float> hidden_;  // of the last token; empty where it was not kept
+  bool wants_hidden_ = false;  // the next step is to keep it
+  Sizes begun_;  // tokens that the first stage read last, from this position on
   int64_t first_ = 0;
 };
-
-int64_t likeliest(const float* logits, size_t count) {
-  size_t best = 0;
-  bool numbers = true;
-  for (size_t i = 0; i < count; ++i) {
-    numbers = numbers && !std::isnan(logits[i]);
-    if (logits[i] > logits[best]) best = i;
-  }
-  if (!numbers || !std::isfinite(logits[best])) {
-    fail(kUnusable, "the model computed logits that are NaN or infinity; its weights may be damaged");
-  }
-  return int64_t(best);
-}
 
 // --- the command
 
@@ -995,6 +1153,7 @@ struct Options {
   fs::path bundle, logits;
   Sizes ids;
   int64_t max_tokens = 64;
+  sampling::Options sampling;
   std::optional<int64_t> threads, draft_tokens;
   std::string speculate;  // empty: as the bundle's recipe says
 };
@@ -1008,121 +1167,145 @@ int64_t number(const std::string& option, std::string_view text) {
   return value;
 }
 
+double real(const std::string& option, const std::string& text) {
+  char* end = nullptr;
+  double value = std::strtod(text.c_str(), &end);
+  if (text.empty() || *end != 0 || !std::isfinite(value)) {
+    fail(kBadRequest, option, ": '", text, "' is not a finite number");
+  }
+  return value;
+}
+
+Sizes numbers(const std::string& option, const std::string& text) {
+  Sizes found;
+  std::istringstream list(text);
+  for (std::string one; std::getline(list, one, ',');) found.push_back(number(option, one));
+  return found;
+}
+
+void check(const Options& options) {
+  const sampling::Options& chosen = options.sampling;
+  if (options.bundle.empty()) fail(kBadRequest, "no bundle is given; `compressor_run --help` shows how");
+  if (options.ids.empty()) fail(kBadRequest, "no token ids are given: --ids 1,2,3");
+  if (options.max_tokens < 0) fail(kBadRequest, "--max-tokens ", options.max_tokens, ": must be at least 0");
+  if (chosen.temperature < 0) fail(kBadRequest, "--temperature ", chosen.temperature, ": must be at least 0");
+  if (!(chosen.top_p > 0 && chosen.top_p <= 1)) {
+    fail(kBadRequest, "--top-p ", chosen.top_p, ": must be above 0, at most 1");
+  }
+  if (options.threads && (*options.threads < 1 || *options.threads > CPU_SETSIZE)) {
+    fail(kBadRequest, "--threads ", *options.threads, ": must be from 1 to ", CPU_SETSIZE);
+  }
+  if (!options.speculate.empty() && options.speculate != kOff && !speculation::is_kind(options.speculate)) {
+    fail(kBadRequest, "--speculate '", options.speculate, "': give ", speculation::quoted(speculation::every_kind()),
+         " or '", kOff, "'");
+  }
+  if (int64_t most = speculation::kMostNodes, count = options.draft_tokens.value_or(1); count < 1 || count > most) {
+    fail(kBadRequest, "--draft-tokens ", count, ": must be from 1 to ", most);
+  }
+}
+
 Options read_options(const std::vector<std::string>& arguments) {
   Options options;
+  auto at_least_0 = [](const std::string& name, const std::string& text) {
+    int64_t value = number(name, text);
+    if (value < 0) fail(kBadRequest, name, " ", value, ": must be at least 0");
+    return size_t(value);
+  };
+  using Read = std::function<void(const std::string& name, const std::string& text)>;
+  const std::map<std::string, Read> known = {
+      {"--ids", [&](auto& name, auto& text) { options.ids = numbers(name, text); }},
+      {"--max-tokens", [&](auto& name, auto& text) { options.max_tokens = number(name, text); }},
+      {"--temperature", [&](auto& name, auto& text) { options.sampling.temperature = real(name, text); }},
+      {"--top-k", [&](auto& name, auto& text) { options.sampling.top_k = at_least_0(name, text); }},
+      {"--top-p", [&](auto& name, auto& text) { options.sampling.top_p = real(name, text); }},
+      {"--seed", [&](auto& name, auto& text) { options.sampling.seed = at_least_0(name, text); }},
+      {"--threads", [&](auto& name, auto& text) { options.threads = number(name, text); }},
+      {"--speculate", [&](auto&, auto& text) { options.speculate = text; }},
+      {"--draft-tokens", [&](auto& name, auto& text) { options.draft_tokens = number(name, text); }},
+      {"--logits", [&](auto&, auto& text) { options.logits = text; }},
+  };
   for (size_t i = 0; i < arguments.size(); ++i) {
     const std::string& name = arguments[i];
     if (name.rfind("--", 0) != 0 && options.bundle.empty()) {
       options.bundle = name;
       continue;
     }
-    bool known = name == "--ids" || name == "--max-tokens" || name == "--threads" || name == "--logits" ||
-                 name == "--speculate" || name == "--draft-tokens";
-    if (!known) fail(kBadRequest, "unknown argument '", name, "'; `compressor_run --help` names all");
+    auto option = known.find(name);
+    if (option == known.end()) fail(kBadRequest, "unknown argument '", name, "'; `compressor_run --help` names all");
     if (++i == arguments.size()) fail(kBadRequest, name, ": no value is given; `compressor_run --help` shows how");
-    if (name == "--ids") {
-      std::istringstream list(arguments[i]);
-      for (std::string id; std::getline(list, id, ',');) options.ids.push_back(number(name, id));
-    } else if (name == "--max-tokens") {
-      options.max_tokens = number(name, arguments[i]);
-    } else if (name == "--threads") {
-      options.threads = number(name, arguments[i]);
-    } else if (name == "--draft-tokens") {
-      options.draft_tokens = number(name, arguments[i]);
-    } else if (name == "--speculate") {
-      options.speculate = arguments[i];
-    } else {
-      options.logits = arguments[i];
-    }
+    option->second(name, arguments[i]);
   }
-  if (options.bundle.empty()) fail(kBadRequest, "no bundle is given; `compressor_run --help` shows how");
-  if (options.ids.empty()) fail(kBadRequest, "no token ids are given: --ids 1,2,3");
-  if (options.max_tokens < 0) fail(kBadRequest, "--max-tokens ", options.max_tokens, ": must be at least 0");
-  if (options.threads && (*options.threads < 1 || *options.threads > CPU_SETSIZE)) {
-    fail(kBadRequest, "--threads ", *options.threads, ": must be from 1 to ", CPU_SETSIZE);
-  }
-  static const std::set<std::string> kinds = {"", "lookup", kPlanes, kExit, "off"};
-  if (kinds.count(options.speculate) == 0) {
-    fail(kBadRequest, "--speculate '", options.speculate, "': give 'lookup', 'planes', 'exit' or 'off'");
-  }
-  if (int64_t most = speculation::kMostDrafted, count = options.draft_tokens.value_or(1); count < 1 || count > most) {
-    fail(kBadRequest, "--draft-tokens ", count, ": must be from 1 to ", most);
-  }
+  check(options);
   return options;
 }
 
-// Where drafts are wanted, what makes them.
-std::unique_ptr<speculation::Drafts> make_drafts(const Options& options, const Model& model, const Kernels& kernels,
-                                                 Session& session) {
-  std::string kind = options.speculate;
-  if (kind.empty() && model.lossy) {
-    fail(kBadRequest, options.bundle.string(), ": its recipe asks for lossy drafts, which this runner lacks; give ",
-         "--speculate off or lookup for the text without tolerance, or run it from Python");
+// What drafts: the kind that is asked for, or that the recipe asks for, and the kinds that it stands for, none without
+// drafts.
+struct Drafting {
+  std::string kind;
+  std::vector<const speculation::Kind*> members;
+  std::optional<speculation::Lossy> lossy;  // only greedy texts are
+};
+
+Drafting read_drafting(const Options& options, const Model& model, const Kernels& kernels) {
+  Drafting found{options.speculate.empty() ? model.speculate : options.speculate, {}, {}};
+  const std::string& kind = found.kind;
+  if (kind.empty() || kind == kOff) {
+    if (options.draft_tokens) fail(kBadRequest, "--draft-tokens: nothing drafts; give --speculate and a kind");
+    return found;
   }
-  if (kind.empty()) kind = model.speculate == "auto" ? "lookup" : model.speculate;
-  if (kind != "lookup" && kind != kPlanes && kind != kExit) {  // this runner has no others
-    if (options.draft_tokens) {
-      fail(kBadRequest, "--draft-tokens: nothing drafts; give --speculate lookup, planes or exit");
-    }
-    return nullptr;
+  auto served = speculation::served([&](const char* entry) { return kernels.has(entry); }, !model.subsets.empty());
+  for (const speculation::Kind* one : served) {
+    if (kind == speculation::kAuto || kind == one->name) found.members.push_back(one);
   }
-  auto refuse = [&](const char* why, const char* target) {
-    fail(kBadRequest, "speculate='", kind, "': ", options.bundle.string(), " has no kernels that ", why,
-         "; make it with `speculate: ", kind, "` in its recipe", target);
-  };
-  if (!kernels.has("verify")) refuse("verify drafted tokens", " (target x86)");
-  auto length = options.draft_tokens ? std::optional<size_t>(*options.draft_tokens) : std::nullopt;
-  if (kind == "lookup") return std::make_unique<lookup::Lookup>(length);
-  if (!kernels.has(kind == kExit ? kRest : kPlanes)) refuse("draft so, only for 'lookup'", "");
-  if (kind == kExit) {
-    auto first = [&session](int64_t token, size_t ahead) { return session.draft_first(token, ahead); };
-    return std::make_unique<chain::Chain>(kExit, first, length);
+  if (served.empty()) {
+    fail(kBadRequest, "speculate='", kind, "': ", options.bundle.string(), " has no kernels that verify drafted ",
+         "tokens; make it with `speculate: ", kind, "` in its recipe (target x86)");
   }
-  auto step = [&session](int64_t token, size_t ahead) { return session.draft(kPlanes, token, ahead); };
-  return std::make_unique<chain::Chain>(kPlanes, step, length);
+  if (found.members.empty()) {
+    fail(kBadRequest, "speculate='", kind, "': ", options.bundle.string(), " has no kernels that draft so, only for ",
+         speculation::quoted(served), "; make it with `speculate: ", kind, "` in its recipe");
+  }
+  if (kind == speculation::kSparse && options.sampling.temperature == 0) found.lossy = model.lossy;
+  if (found.lossy && options.draft_tokens) {
+    fail(kBadRequest, "--draft-tokens: lossy texts depend on how many tokens are drafted; leave it out");
+  }
+  return found;
 }
 
-// Prints the likeliest tokens, each as soon as it is there; with drafts they are the same.
-// Where tokens leave early, texts may end by `hopeless`; drafts are verified by the whole model.
-void generate(Session& session, const Model& model, const Options& options, std::vector<float> logits,
-              speculation::Drafts* drafts, early::Exits* exits) {
-  Sizes text = options.ids;
-  int64_t left = std::min(options.max_tokens - 1, session.left()) + 1;  // the last token needs no position
-  auto choose = [&](const float* row, size_t count) {  // false where an end of the text is chosen
-    int64_t token = likeliest(row, count);
-    if (std::count(model.ends.begin(), model.ends.end(), token) != 0) {
-      left = 0;
-      return false;
-    }
-    std::cout << (text.size() == options.ids.size() ? "" : ",") << token << std::flush;
-    text.push_back(token);
-    --left;
-    return true;
-  };
-  if (left > 0) choose(logits.data(), logits.size());
-  while (left > 0) {
-    Sizes drafted = drafts == nullptr ? Sizes() : drafts->draft(text, model.ends, size_t(left - 1));
-    Sizes read = {text.back()};  // what was chosen last, and guesses of what follows it
-    read.insert(read.end(), drafted.begin(), drafted.end());
-    auto begin = speculation::Pace::Clock::now();
+// Generates with drafts, of which `text` has none yet.
+void generate_with_drafts(Session& session, const Model& model, const Options& options, const Drafting& drafting,
+                          const std::vector<float>& logits, double prompt_s, speculation::Text& text) {
+  speculation::Counts counts{drafting.kind, drafting.lossy};
+  if (drafting.lossy) text.lenience = {drafting.lossy->tolerance, session.left() + 1 - text.left};
+  if (options.draft_tokens) text.most = size_t(*options.draft_tokens);
+  auto pace = options.draft_tokens || drafting.lossy ? std::make_unique<speculation::Always>()
+                                                     : std::make_unique<speculation::Pace>();
+  speculation::Acceptance acceptance(speculation::prior);
+  speculation::Shared shared{session, size_t(model.vocabulary), model.subsets, *pace, acceptance};
+  for (const speculation::Kind* kind : drafting.members) text.drafts.push_back(kind->make(shared));
+  pace->wait(prompt_s);
+  text.choose(logits.data(), logits.size());
+  speculation::Engine(session, *pace, acceptance, counts).run(text);
+  std::cout << std::endl;
+  std::cerr << counts.text() << std::endl;
+}
+
+// Where tokens leave early, texts may end by `hopeless`.
+void generate(Session& session, std::vector<float> logits, early::Exits* exits, speculation::Text& text) {
+  text.choose(logits.data(), logits.size());
+  while (!text.is_ended) {
+    int64_t token = text.tokens.back();
     if (exits != nullptr) {
-      logits = exits->step(text.back(), session.advance(text.back()));
+      logits = exits->step(token, session.advance_in_stages(token));
       if (exits->hopeless()) break;
     } else {
-      logits = drafted.empty() ? session.step(read) : session.verify(read);
+      logits = session.step(token);
     }
-    double seconds = speculation::Pace::since(begin);
-    size_t width = logits.size() / (drafted.size() + 1), accepted = 0, known = text.size();
-    while (choose(logits.data() + accepted * width, width) && accepted < drafted.size() &&
-           text.back() == drafted[accepted]) {
-      ++accepted;
-    }
-    if (!drafted.empty()) session.accept(1 + accepted);
-    if (drafts == nullptr) continue;
-    drafts->learn(drafted.size(), accepted, Sizes(text.begin() + int64_t(known), text.end()), seconds);
+    text.choose(logits.data(), logits.size());
   }
   std::cout << std::endl;
-  if (!std::cout) fail(kUnusable, "standard output cannot be written");
+  if (exits != nullptr) std::cerr << exits->report() << std::endl;
 }
 
 void run(const Options& options) {
@@ -1132,25 +1315,35 @@ void run(const Options& options) {
   int threads = options.threads ? int(*options.threads) : available_cores();
   check_files(root, manifest, threads);
   Model model = read_model(root, manifest);
-  Kernels kernels(root, manifest, library, read_parameters(root, manifest, model.vocabulary), model.parts, threads);
+  Kernels kernels(root, manifest, library, read_parameters(root, manifest, model.vocabulary), threads);
   int64_t prompt = int64_t(options.ids.size());
   Session session(kernels, model, prompt + std::min<int64_t>(options.max_tokens, 256));
-  std::unique_ptr<speculation::Drafts> drafts = make_drafts(options, model, kernels, session);
-  auto begin = speculation::Pace::Clock::now();
+  Drafting drafting = read_drafting(options, model, kernels);
+  auto begin = speculation::Clock::now();
   std::vector<float> logits = session.prompt(options.ids);
-  if (drafts) drafts->read_prompt(speculation::Pace::since(begin));
+  double seconds = speculation::since(begin);
   if (!options.logits.empty()) {
     std::ofstream file(options.logits, std::ios::binary);
     file.write(reinterpret_cast<const char*>(logits.data()), std::streamsize(logits.size() * sizeof(float)));
     if (!file.flush()) fail(kUnusable, options.logits.string(), ": cannot be written; choose another place");
   }
-  std::optional<early::Exits> exits;
-  // Drafts that the recipe asks for, also of a kind that this runner lacks, give the text of all blocks.
-  bool is_plain = options.speculate == "off" || model.speculate.empty();
-  if (model.exits && !drafts && is_plain) exits.emplace(session.stages(), *model.exits);
-  generate(session, model, options, std::move(logits), drafts.get(), exits ? &*exits : nullptr);
-  if (drafts) std::cerr << drafts->report() << std::endl;
-  if (exits) std::cerr << exits->report() << std::endl;
+  bool is_first = true;
+  auto show = [&is_first](int64_t token) {
+    std::cout << (std::exchange(is_first, false) ? "" : ",") << token << std::flush;
+  };
+  sampling::Sampler sampler(options.sampling);
+  int64_t left = std::min(options.max_tokens - 1, session.left()) + 1;  // the last token needs no position
+  speculation::Text text{options.ids, sampler, model.ends, left, show};
+  if (left == 0) {
+    std::cout << std::endl;
+  } else if (!drafting.members.empty()) {
+    generate_with_drafts(session, model, options, drafting, logits, seconds, text);
+  } else {
+    std::optional<early::Exits> exits;
+    if (model.exits) exits.emplace(session.stages(), *model.exits);
+    generate(session, std::move(logits), exits ? &*exits : nullptr, text);
+  }
+  if (!std::cout) fail(kUnusable, "standard output cannot be written");
 }
 
 int report(Code code, std::string message) {  // in one line that no terminal would obey

@@ -1,5 +1,5 @@
 // Drafts of tokens by lookup, and when they pay: compressor_runtime/speculation for one text, with chains in place of
-// trees, as export/native/lookup.h.  Drafts decide how fast tokens come, never which.
+// trees.  Drafts decide how fast tokens come, never which.
 
 const LONGEST = 8, SHORTEST = 2; // tokens that must agree, at most and at least
 const PLACES = 16; // latest ones that are compared

@@ -115,7 +115,7 @@ ELSEWHERE = (
     "llm_fp4_w4a4_x86",  # passes/test_llm_fp4.py, and the same kernels' test
     "mixed_precision_4bit_x86",  # passes/test_mixed_precision.py; its formats are those of other recipes
     "auxiliary_ffn_x86",  # passes/test_auxiliary_ffn.py: the pass, and its kernels
-    "predict_kv_x86",  # test_native.py: the entry; passes/test_predict_kv.py: the pass
+    "predict_kv_x86",  # native/test_runner.py: the entry; passes/test_predict_kv.py: the pass
     "skip_decode_x86",  # runtime/depth/test_falling.py, passes/test_skip_decode.py
     "channel_prune_w4a16_x86",  # passes/test_channel_prune.py makes bundles
     "head_prune_w4a16_x86",  # passes/: each has a test of its own, and other recipes run the kernels
