@@ -20,9 +20,10 @@ from compressor.codegen.lowering.experts.stack import stack_experts
 from compressor.codegen.tuning import summary
 from compressor.errors import CompressorError, GateError, UsageError
 from compressor.evaluate.comparison import Speed, comparisons, measure_speed
+from compressor.evaluate.fidelity.result import EvalResult
 from compressor.evaluate.gates import check_gates
 from compressor.evaluate.models import SIZES, bundle_quality
-from compressor.evaluate.quality import EvalResult, GraphLogits
+from compressor.evaluate.quality import GraphLogits
 from compressor.executor.jobs import Executor, InProcess
 from compressor.export.exchange.beside import publishing_exports
 from compressor.export.facts import run_facts
@@ -278,7 +279,8 @@ def _measure(given: Prepared, bundle: Path, manifest: Mapping[str, Any], indepen
 def _quality(given: Prepared, bundle: Path) -> EvalResult:
     """Measure a bundle's quality against the dense model."""
     reference = GraphLogits(given.dense_graph(), spill=given.context.spill)
-    return bundle_quality(lambda: given.backend.open(bundle), reference, given.data, given.recipe, given.clock.reporter)
+    samples, reporter = given.context.samples, given.clock.reporter
+    return bundle_quality(lambda: given.backend.open(bundle), reference, given.data, given.recipe, samples, reporter)
 
 
 def _judge(given: Prepared, destination: Path, partial: Path, measured: _Measured) -> Outcome:
