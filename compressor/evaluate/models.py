@@ -140,8 +140,8 @@ def bundle_quality(
         spec, seen = recipe.evaluation, None
         if spec.in_domain is not None and samples is not None:
             seen = even_rows(samples.ids, spec.in_domain)
-        ours, most = (process.logits, process.continued), info.max_positions
-        return measure_decoder(*ours, data, spec, most, dense=dense, in_domain=seen, reporter=reporter)
+        score, write, most = process.logits, process.continued, info.max_positions
+        return measure_decoder(score, write, data, spec, most, dense=dense, in_domain=seen, reporter=reporter)
 
 
 def evaluate_path(
@@ -250,8 +250,8 @@ def _evaluate(
     if in_domain is not None:
         length = min(in_domain.window, positions or in_domain.window)
         seen = cut(load_evaluation(in_domain, None, path, vocab_size)[0], length)
-    ours = logits, continued
-    result = measure_decoder(*ours, tokens, spec, positions, dense=reference, in_domain=seen, reporter=reporter)
+    compared: dict[str, Any] = {"dense": reference, "in_domain": seen}
+    result = measure_decoder(logits, continued, tokens, spec, positions, reporter=reporter, **compared)
     return {"text": source, **result.metrics()}
 
 

@@ -58,14 +58,12 @@ class TokenScores:
         low, high = self._increase.interval
         intervals["perplexity_increase"] = (bounded_exp(low) - 1, bounded_exp(high) - 1)
         intervals |= {"kl_divergence": self._divergence.interval, "top1_agreement": self._agreed.fraction_interval}
-        swept: dict[str, float] = {}
         if self._at:
             worst = max(self._at, key=lambda temperature: self._at[temperature].mean)
-            swept = {"swept_kl_divergence": self._at[worst].mean, "swept_temperature": worst}
             intervals["swept_kl_divergence"] = self._at[worst].interval
+            result = dataclasses.replace(result, swept_kl_divergence=self._at[worst].mean, swept_temperature=worst)
         return dataclasses.replace(
             result,
-            **swept,
             dense_perplexity=bounded_exp(self._dense_loss.mean),
             kl_divergence=self._divergence.mean,
             top1_agreement=self._agreed.mean,

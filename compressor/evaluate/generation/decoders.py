@@ -11,6 +11,7 @@ from compressor.errors import UsageError
 from compressor.evaluate.fidelity.result import EvalResult
 from compressor.evaluate.generation.continuations import Continue, measure_continuations
 from compressor.evaluate.quality import GraphLogits, Logits, measure_pieces, measure_quality
+from compressor.graph.kinds.encoder_decoder import SampleInputs
 from compressor.progress import Reporter
 from compressor.recipe.data_spec import EvaluationSpec
 
@@ -91,8 +92,9 @@ def evaluation_window(spec: EvaluationSpec, positions: int, reporter: Reporter) 
     return positions, max(1, positions // 2)
 
 
-def even_rows(samples: Tensor, count: int) -> Tensor:
-    """Return at most so many of the samples, [count, ...], at even distances."""
+def even_rows(samples: SampleInputs, count: int) -> Tensor:
+    """Return at most so many of a decoder's samples, int64 [count, length], at even distances."""
+    assert isinstance(samples, Tensor)
     return samples[:: max(1, len(samples) // count)][:count]
 
 
