@@ -24,7 +24,7 @@ from compressor.errors import UsageError
 from compressor.evaluate.embeddings import measure_embeddings
 from compressor.evaluate.fidelity.result import EvalResult
 from compressor.evaluate.generation.continuations import Continue, graph_continued
-from compressor.evaluate.generation.decoders import cut, even_rows, measure_decoder
+from compressor.evaluate.generation.decoders import even_rows, measure_decoder, seen_windows
 from compressor.evaluate.quality import (
     Classes,
     GraphLogits,
@@ -161,7 +161,7 @@ def evaluate_path(
     Args:
         dense: folder or id of a reference model, for ``dense_perplexity``, ``kl_divergence`` and ``top1_agreement``;
             encoders need it for ``embedding_cosine`` and ``embedding_cosine_min``.
-        in_domain: text that a decoder was calibrated on, for ``overfit_gap``.
+        in_domain: text that a decoder was calibrated on, for ``overfit_gap``; others do not read it.
     Raises:
         CompressorError: the path is neither a bundle nor a model, or the text does not suit it.
     """
@@ -179,14 +179,11 @@ def evaluate_path(
             return found | {"weight_bytes": weight_bytes(graph)}
         check_kind("evaluation", spec, info)
         if info.hears:
-            return _evaluate_sounds(listener_of(graph), info, spec, dense, reporter) | {
-                "weight_bytes": weight_bytes(graph)
-            }
+            found = _evaluate_sounds(listener_of(graph), info, spec, dense, reporter)
+            return found | {"weight_bytes": weight_bytes(graph)}
         text = {"kind": info.kind, "vocab_size": info.vocab_size, "max_positions": info.max_positions}
-        whole = GraphLogits(graph)
-        measured = _evaluate(
-            path, whole, graph_hidden(graph), graph_continued(whole), text, spec, dense, reporter, in_domain
-        )
+        computed = (whole := GraphLogits(graph)), graph_hidden(graph), graph_continued(whole)
+        measured = _evaluate(path, *computed, text, spec, dense, reporter, in_domain)
         return measured | {"weight_bytes": weight_bytes(graph)}
     manifest = read_manifest(path)
     check_files(path, manifest)
@@ -244,12 +241,7 @@ def _evaluate(
         reporter.note(f"evaluation: {source} has {len(tokens)} tokens, of the {spec.tokens} asked for")
     reference = None if graph is None else GraphLogits(graph)
     check_continuations(spec, len(tokens))
-    if spec.in_domain is not None and in_domain is None:
-        raise UsageError("evaluation.in_domain: counts windows of a recipe's calibration; name its text: --in-domain")
-    seen = None
-    if in_domain is not None:
-        length = min(in_domain.window, positions or in_domain.window)
-        seen = cut(load_evaluation(in_domain, None, path, vocab_size)[0], length)
+    seen = seen_windows(spec, in_domain, path, vocab_size, positions)
     compared: dict[str, Any] = {"dense": reference, "in_domain": seen}
     result = measure_decoder(logits, continued, tokens, spec, positions, reporter=reporter, **compared)
     return {"text": source, **result.metrics()}

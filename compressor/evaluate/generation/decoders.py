@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 from torch import Tensor
 
+from compressor.data.text import load_evaluation
 from compressor.errors import UsageError
 from compressor.evaluate.fidelity.result import EvalResult
 from compressor.evaluate.generation.continuations import Continue, measure_continuations
@@ -96,6 +98,26 @@ def even_rows(samples: SampleInputs, count: int) -> Tensor:
     """Return at most so many of a decoder's samples, int64 [count, length], at even distances."""
     assert isinstance(samples, Tensor)
     return samples[:: max(1, len(samples) // count)][:count]
+
+
+def seen_windows(
+    spec: EvaluationSpec, in_domain: EvaluationSpec | None, folder: Path, vocab_size: int, positions: int
+) -> Tensor | None:
+    """Read the text that a model was calibrated on, int64 [windows, length]; None where none is named.
+
+    Args:
+        spec: of the evaluation.
+        in_domain: of the calibration's text.
+        folder: with the tokenizer.
+    Raises:
+        UsageError: the evaluation counts windows of a text that is not named, or the text cannot be read.
+    """
+    if in_domain is None:
+        if spec.in_domain is None:
+            return None
+        raise UsageError("evaluation.in_domain: counts windows of a recipe's calibration; name its text: --in-domain")
+    tokens, _ = load_evaluation(in_domain, None, folder, vocab_size)
+    return cut(tokens, min(in_domain.window, positions or in_domain.window))
 
 
 def cut(tokens: Tensor, length: int) -> Tensor:
