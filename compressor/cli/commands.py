@@ -20,17 +20,15 @@ from compressor.cli.bundles import COMMANDS
 from compressor.cli.catalogue import KINDS, catalogue, describe, names_of
 from compressor.cli.groups.cache import cache
 from compressor.cli.groups.device import device
+from compressor.cli.groups.evaluate import evaluate, lm_eval
 from compressor.cli.groups.init import init
 from compressor.cli.invocation import (
-    BUNDLE_OR_MODEL,
     Commands,
     F,
     emit,
     executor_option,
-    folder_with,
     json_option,
     reported,
-    shipped_model,
     threads_option,
 )
 from compressor.errors import GateError
@@ -283,41 +281,6 @@ def tune(
     emit(as_json, dataclasses.asdict(made), lambda: show_batch(made))
 
 
-@main.command("eval")
-@click.argument("path", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE_OR_MODEL))
-@click.option(
-    "--data",
-    default="python_docs_heldout",
-    show_default=True,
-    help="A set's name, a .yaml spec, a text file, images, a folder of sounds.",
-)
-@click.option("--tokens", type=click.IntRange(2), help="Tokens to evaluate on [default: the set's].")
-@click.option("--dense", help="Hugging Face folder or id to compare with: KL divergence, top-1 agreement, embeddings.")
-@threads_option
-@json_option
-@reported
-def evaluate(path: Path, data: str, tokens: int | None, dense: str | None, threads: int | None, as_json: bool) -> None:
-    """Measure the quality of PATH: a bundle (its own kernels) or a Hugging Face folder.
-
-    Of a decoder the perplexity; of an encoder the cosine of its embeddings with those of the model after --dense; of
-    an image classifier the accuracy; of a model of speech the word errors.
-    """
-    from compressor.cli.progress import progress
-    from compressor.cli.show_run import show_metrics
-    from compressor.recipe.recipe import load_text_spec
-
-    spec = load_text_spec(data, evaluation=True)
-    if tokens is not None:
-        spec = spec.model_copy(update={"tokens": tokens})
-    with progress() as reporter:
-        with loading():
-            from compressor.evaluate.models import evaluate_path
-
-        reference = None if dense is None else shipped_model(dense)
-        metrics = evaluate_path(path, spec, dense=reference, threads=threads, reporter=reporter)
-    emit(as_json, metrics, lambda: show_metrics(str(path), metrics))
-
-
 @main.command("list")
 @click.argument("what", type=click.Choice(list(KINDS)))
 @json_option
@@ -344,5 +307,5 @@ def show(name: str, as_json: bool) -> None:
     emit(as_json, found, lambda: click.echo(found["text"]))
 
 
-for _command in (*COMMANDS, cache, device, init):
+for _command in (*COMMANDS, cache, device, evaluate, init, lm_eval):
     main.add_command(_command)

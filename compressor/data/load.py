@@ -14,7 +14,7 @@ from compressor.data.sounds import Sounds, load_evaluation_sounds, load_sound_sa
 from compressor.data.text import LEAST_TOKENS, Samples, load_evaluation, load_samples, longest_window
 from compressor.errors import UsageError
 from compressor.graph.model import ModelInfo
-from compressor.recipe.data_spec import PROMPT_TOKENS, DataSource, EvaluationSpec, Kind
+from compressor.recipe.data_spec import OF_DECODERS, PROMPT_TOKENS, DataSource, EvaluationSpec, Kind
 from compressor.recipe.gates import QUALITY
 from compressor.recipe.recipe import Recipe
 
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 EvaluationData: TypeAlias = Tensor | Texts | Images | Sounds | ZeroShot
 """Tokens, texts to embed, labelled images, sounds with their texts, or pictures to tell by texts."""
 _LEAST_NEW = 3  # with the last token, which needs no position, a 4-gram
-_FOR_TEXT = ("sequence_length", "tokens", "window", "stride", "continuations")
+_FOR_TEXT = ("sequence_length", "tokens", "window", "stride", *OF_DECODERS)
 _FOR_IMAGES = ("mean", "std", "resize", "crop", "label")
 _FOR_PAIRS = ("classes", "template", "captions")
 _READS: Mapping[str, tuple[str, tuple[Kind, ...], tuple[str, ...]]] = {
@@ -128,8 +128,9 @@ def check_kind(key: str, spec: DataSource, info: ModelInfo) -> None:
         raise UsageError(
             f"{key}: `{unfit[0]}` has no meaning: {info.name} is calibrated and evaluated on {reads}; remove it"
         )
-    if isinstance(spec, EvaluationSpec) and spec.continuations and info.kind != "decoder":
-        raise UsageError(f"{key}: `continuations` has no meaning: {info.name} is not a decoder; remove it")
+    for name in OF_DECODERS if info.kind != "decoder" else ():
+        if spec.changes(name):
+            raise UsageError(f"{key}: `{name}` has no meaning: {info.name} is not a decoder; remove it")
     if isinstance(spec, EvaluationSpec) and spec.continuations and 0 < info.max_positions < PROMPT_TOKENS + _LEAST_NEW:
         raise UsageError(
             f"{key}: continuations: {info.name} has {info.max_positions} positions, and prompts take {PROMPT_TOKENS}; "

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from compressor.data.embedding_texts import Pooling, Texts
-from compressor.evaluate.quality import EvalResult, Hidden
+from compressor.evaluate.fidelity.result import EvalResult
+from compressor.evaluate.quality import Hidden
 from compressor.progress import Reporter, Silent
 
 

@@ -19,13 +19,14 @@ from compressor.data.images import Images, load_evaluation_images
 from compressor.data.load import EvaluationData, check_continuations, check_kind
 from compressor.data.pairs import ZeroShot, no_classes, with_classes, zero_shot
 from compressor.data.sounds import Sounds, load_evaluation_sounds
-from compressor.data.text import load_evaluation, source_label
+from compressor.data.text import Samples, load_evaluation, source_label
 from compressor.errors import UsageError
 from compressor.evaluate.embeddings import measure_embeddings
-from compressor.evaluate.generation.continuations import Continue, graph_continued, measure_continuations
+from compressor.evaluate.fidelity.result import EvalResult
+from compressor.evaluate.generation.continuations import Continue, graph_continued
+from compressor.evaluate.generation.decoders import even_rows, measure_decoder, seen_windows
 from compressor.evaluate.quality import (
     Classes,
-    EvalResult,
     GraphLogits,
     Hidden,
     Logits,
@@ -33,7 +34,6 @@ from compressor.evaluate.quality import (
     graph_hidden,
     image_batch,
     measure_accuracy,
-    measure_quality,
 )
 from compressor.evaluate.speech.listeners import Listener, listener_of, most_tokens
 from compressor.evaluate.speech.transcripts import measure_speech
@@ -111,6 +111,7 @@ def bundle_quality(
     dense: GraphLogits,
     data: EvaluationData | None,
     recipe: Recipe,
+    samples: Samples | None,
     reporter: Reporter,
 ) -> EvalResult:
     """Measure a finished bundle against the dense model: on text, texts to embed, images, or sound.
@@ -118,6 +119,7 @@ def bundle_quality(
     Args:
         start: returns a context manager that gives the bundle as :class:`BundleProcess` does.
         data: int64 [tokens], or what its kind reads; None if there is no data, and then nothing is measured.
+        samples: of the calibration, for ``in_domain``.
     """
     info: ModelInfo = dense.graph.meta["model"]
     if data is None:
@@ -135,10 +137,11 @@ def bundle_quality(
             return measure_speech(process, data, most=most, dense=listener, reporter=reporter)
         if isinstance(data, Texts):
             return measure_embeddings(process.hidden, graph_hidden(dense.graph), data, reporter)
-        window, stride = evaluation_window(recipe.evaluation, info.max_positions, reporter)
-        found = measure_quality(process.logits, data, window=window, stride=stride, dense=dense, reporter=reporter)
-        asked, most = recipe.evaluation.continuations, info.max_positions
-        return measure_continuations(found, process.continued, data, asked, most, dense=dense, reporter=reporter)
+        spec, seen = recipe.evaluation, None
+        if spec.in_domain is not None and samples is not None:
+            seen = even_rows(samples.ids, spec.in_domain)
+        score, write, most = process.logits, process.continued, info.max_positions
+        return measure_decoder(score, write, data, spec, most, dense=dense, in_domain=seen, reporter=reporter)
 
 
 def evaluate_path(
@@ -146,6 +149,7 @@ def evaluate_path(
     spec: EvaluationSpec,
     *,
     dense: str | None = None,
+    in_domain: EvaluationSpec | None = None,
     threads: int | None = None,
     reporter: Reporter | None = None,
 ) -> dict[str, Any]:
@@ -157,6 +161,7 @@ def evaluate_path(
     Args:
         dense: folder or id of a reference model, for ``dense_perplexity``, ``kl_divergence`` and ``top1_agreement``;
             encoders need it for ``embedding_cosine`` and ``embedding_cosine_min``.
+        in_domain: text that a decoder was calibrated on, for ``overfit_gap``; others do not read it.
     Raises:
         CompressorError: the path is neither a bundle nor a model, or the text does not suit it.
     """
@@ -174,12 +179,11 @@ def evaluate_path(
             return found | {"weight_bytes": weight_bytes(graph)}
         check_kind("evaluation", spec, info)
         if info.hears:
-            return _evaluate_sounds(listener_of(graph), info, spec, dense, reporter) | {
-                "weight_bytes": weight_bytes(graph)
-            }
+            found = _evaluate_sounds(listener_of(graph), info, spec, dense, reporter)
+            return found | {"weight_bytes": weight_bytes(graph)}
         text = {"kind": info.kind, "vocab_size": info.vocab_size, "max_positions": info.max_positions}
-        whole = GraphLogits(graph)
-        measured = _evaluate(path, whole, graph_hidden(graph), graph_continued(whole), text, spec, dense, reporter)
+        computed = (whole := GraphLogits(graph)), graph_hidden(graph), graph_continued(whole)
+        measured = _evaluate(path, *computed, text, spec, dense, reporter, in_domain)
         return measured | {"weight_bytes": weight_bytes(graph)}
     manifest = read_manifest(path)
     check_files(path, manifest)
@@ -198,7 +202,7 @@ def evaluate_path(
             measured = _evaluate_images(served, batch, known, spec, dense, reporter)
         else:
             ours = process.logits, process.hidden, process.continued
-            measured = _evaluate(path, *ours, facts, spec, dense, reporter)
+            measured = _evaluate(path, *ours, facts, spec, dense, reporter, in_domain)
         return measured | {key: manifest[key] for key in SIZES}
 
 
@@ -211,6 +215,7 @@ def _evaluate(
     spec: EvaluationSpec,
     dense: str | None,
     reporter: Reporter,
+    in_domain: EvaluationSpec | None,
 ) -> dict[str, Any]:
     kind, vocab_size, positions = facts["kind"], facts["vocab_size"], facts["max_positions"]
     check_kind("evaluation", spec, ModelInfo(kind, str(path), ""))
@@ -234,12 +239,11 @@ def _evaluate(
     tokens, source = load_evaluation(spec, None, path, vocab_size)
     if len(tokens) < spec.tokens:
         reporter.note(f"evaluation: {source} has {len(tokens)} tokens, of the {spec.tokens} asked for")
-    window, stride = evaluation_window(spec, positions, reporter)
     reference = None if graph is None else GraphLogits(graph)
     check_continuations(spec, len(tokens))
-    quality = measure_quality(logits, tokens, window=window, stride=stride, dense=reference, reporter=reporter)
-    asked = spec.continuations
-    result = measure_continuations(quality, continued, tokens, asked, positions, dense=reference, reporter=reporter)
+    seen = seen_windows(spec, in_domain, path, vocab_size, positions)
+    compared: dict[str, Any] = {"dense": reference, "in_domain": seen}
+    result = measure_decoder(logits, continued, tokens, spec, positions, reporter=reporter, **compared)
     return {"text": source, **result.metrics()}
 
 
@@ -336,11 +340,3 @@ def _evaluate_images(
         reference = graph_classes(graph) if data is None else graph_by_texts(graph, data)
     found = measure_accuracy(classifier(data), images, batch=batch, dense=reference, reporter=reporter).metrics()
     return {"data": images.source, **found}
-
-
-def evaluation_window(spec: EvaluationSpec, positions: int, reporter: Reporter) -> tuple[int, int]:
-    """Return the window and stride to evaluate with, limited to the model's positions."""
-    if not positions or spec.window <= positions:
-        return spec.window, spec.stride
-    reporter.note(f"evaluation: windows of {positions} tokens, the model's positions, with stride {positions // 2}")
-    return positions, max(1, positions // 2)

@@ -6,9 +6,7 @@ A model is any callable that maps ids int64 [B, S] to logits float32 [B, S, V].
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,7 +18,9 @@ from torch.fx import GraphModule
 from compressor.calibration.segment_runner import SegmentRunner, run_outputs
 from compressor.data.images import Images
 from compressor.errors import UsageError
-from compressor.evaluate.mean import BlockMean, Mean
+from compressor.evaluate.fidelity.result import EvalResult
+from compressor.evaluate.fidelity.token_scores import TokenScores
+from compressor.evaluate.mean import Mean
 from compressor.graph.caches import empty_past
 from compressor.graph.kinds.draft_heads import without_heads
 from compressor.graph.kinds.encoder_decoder import source_inputs
@@ -28,7 +28,6 @@ from compressor.graph.model import ModelInfo
 from compressor.host.tensor_files import Spill
 from compressor.progress import Reporter, Silent
 
-_COMPARED = ("perplexity_increase", "accuracy_drop", "word_error_increase", "character_error_increase")
 Ids: TypeAlias = NDArray[np.int64]
 Logits: TypeAlias = Callable[[Ids], "Tensor | NDArray[np.float32]"]
 """ids [B, S] -> float32 [B, S, V]; row i predicts token i + 1."""
@@ -36,135 +35,6 @@ Hidden: TypeAlias = Callable[[Ids, NDArray[np.float32]], "Tensor | NDArray[np.fl
 """An encoder: ids [B, S] and mask [B, S] -> last hidden state [B, S, H]."""
 Classes: TypeAlias = Callable[[NDArray[np.float32]], "Tensor | NDArray[np.float32]"]
 """A plain module: images [B, channels, height, width] -> float32 [B, classes]."""
-
-
-@dataclass(frozen=True)
-class EvalResult:
-    """Measured quality, by the names of the JSON output; None is a figure that was not measured.
-
-    Attributes:
-        perplexity, dense_perplexity: exp of the mean negative log-likelihood of a token.
-        kl_divergence: mean over tokens, or images, of KL(dense || compressed), in nats.
-        top1_agreement: fraction of tokens, or images, whose likeliest prediction is the dense model's.
-        accuracy, dense_accuracy: fraction of labelled images whose likeliest class is the label.
-        embedding_cosine, embedding_cosine_min: encoders' mean and smallest cosine similarity, over texts, to the dense
-            model's embedding.
-        word_error_rate, character_error_rate: edits that turn what a model of speech heard into what was said, over the
-            words or characters of that; likewise of the dense model.
-        continuation_agreement: share of the tokens of greedy continuations in front of the first that is not the dense
-            model's, over prompts of the text.
-        repetition, dense_repetition: share of 4-grams in continuations that were in them before; likewise of the dense
-            model.
-        continuations, continuation_tokens: number of prompts, and of tokens that continue each.
-        tokens, texts, images, sounds: number of scored tokens, texts, images or sounds.
-        window, stride: size and stride of the sliding window, in tokens.
-        intervals: of figures that are means, 95% confidence: over tokens by bootstrap over blocks of text
-            (:class:`compressor.evaluate.mean.BlockMean`), over images as if these were independent.
-    """
-
-    perplexity: float | None = None
-    dense_perplexity: float | None = None
-    kl_divergence: float | None = None
-    top1_agreement: float | None = None
-    accuracy: float | None = None
-    dense_accuracy: float | None = None
-    embedding_cosine: float | None = None
-    embedding_cosine_min: float | None = None
-    word_error_rate: float | None = None
-    dense_word_error_rate: float | None = None
-    character_error_rate: float | None = None
-    dense_character_error_rate: float | None = None
-    continuation_agreement: float | None = None
-    repetition: float | None = None
-    dense_repetition: float | None = None
-    continuations: int | None = None
-    continuation_tokens: int | None = None
-    texts: int | None = None
-    sounds: int | None = None
-    images: int | None = None
-    tokens: int | None = None
-    window: int | None = None
-    stride: int | None = None
-    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-
-    @property
-    def perplexity_increase(self) -> float | None:
-        """Increase of the perplexity relative to dense: 0.03 is 3% more."""
-        if self.perplexity is None or self.dense_perplexity is None:
-            return None
-        return self.perplexity / self.dense_perplexity - 1
-
-    @property
-    def accuracy_drop(self) -> float | None:
-        """Accuracy lost relative to the dense model, as a difference of fractions: 0.003 is 0.3 points."""
-        return _difference(self.dense_accuracy, self.accuracy)
-
-    @property
-    def word_error_increase(self) -> float | None:
-        """Word error rate above the dense model's, as a difference of fractions: 0.01 is one more in 100 words."""
-        return _difference(self.word_error_rate, self.dense_word_error_rate)
-
-    @property
-    def character_error_increase(self) -> float | None:
-        """Character error rate above the dense model's, as a difference of fractions."""
-        return _difference(self.character_error_rate, self.dense_character_error_rate)
-
-    def metrics(self) -> dict[str, Any]:
-        """Return everything that was measured, by JSON name; intervals as ``<name>_interval``, [low, high]."""
-        values = {key: value for key, value in vars(self).items() if key != "intervals"}
-        values |= {f"{name}_interval": list(ends) for name, ends in self.intervals.items()}
-        values |= {name: getattr(self, name) for name in _COMPARED}
-        return {name: value for name, value in values.items() if value is not None}
-
-
-def _difference(more: float | None, less: float | None) -> float | None:
-    return None if more is None or less is None else more - less
-
-
-class TokenScores:
-    """Add up how likely a model, and the dense one beside it, found the right next tokens.
-
-    Log-likelihoods are computed in float64 from float32 logits.
-    """
-
-    def __init__(self) -> None:
-        self._loss, self._dense_loss, self._increase, self._divergence, self._agreed = (BlockMean() for _ in range(5))
-
-    def add(self, targets: Tensor, logits: Tensor, dense: Tensor | None) -> None:
-        """Count the predictions of some tokens.
-
-        Args:
-            targets: int64 [n], the right tokens.
-            logits, dense: float32 [n, V], of both models; None without a dense one.
-        """
-        x = torch.log_softmax(logits.detach().double(), dim=-1)
-        losses = -x.gather(1, targets[:, None])
-        self._loss.add(losses)
-        if dense is None:
-            return
-        p = torch.log_softmax(dense.detach().double(), dim=-1)
-        dense_losses = -p.gather(1, targets[:, None])
-        self._dense_loss.add(dense_losses)
-        self._increase.add(losses - dense_losses)
-        self._divergence.add((p.exp() * (p - x)).sum(1))
-        self._agreed.add((p.argmax(1) == x.argmax(1)).double())
-
-    def result(self) -> EvalResult:
-        """Return perplexities, divergence and agreement."""
-        low, high = self._loss.interval
-        intervals = {"perplexity": (_exp(low), _exp(high))}
-        result = EvalResult(perplexity=_exp(self._loss.mean), tokens=self._loss.count, intervals=intervals)
-        if not self._dense_loss.count:
-            return result
-        low, high = self._increase.interval
-        intervals["perplexity_increase"] = (_exp(low) - 1, _exp(high) - 1)
-        intervals |= {"kl_divergence": self._divergence.interval, "top1_agreement": self._agreed.fraction_interval}
-        return dataclasses.replace(
-            result,
-            dense_perplexity=_exp(self._dense_loss.mean),
-            kl_divergence=self._divergence.mean,
-            top1_agreement=self._agreed.mean,
-        )
 
 
 def sliding_windows(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -189,6 +59,7 @@ def measure_quality(
     window: int = 512,
     stride: int = 256,
     dense: Logits | None = None,
+    temperatures: Sequence[float] = (),
     reporter: Reporter | None = None,
 ) -> EvalResult:
     """Measure perplexity, and fidelity to the dense model if that is given, window by window.
@@ -198,24 +69,45 @@ def measure_quality(
         tokens: int64 [n], n >= 2.
         window, stride: see :func:`sliding_windows`.
         dense: the reference model.
+        temperatures: as of :class:`~compressor.evaluate.fidelity.token_scores.TokenScores`.
     Raises:
         UsageError: there is nothing to score.
     """
     count = len(tokens) - 1
     if count < 1:
         raise UsageError(f"evaluation: {len(tokens)} tokens are too few to predict one from another")
-    ids, scores = tokens.numpy(), TokenScores()
-    spans = list(sliding_windows(len(ids), window, stride))
-    fed = [ids[None, first:last] for first, last, _ in spans]
+    pieces = [
+        (tokens[first:last], tokens[last - scored + 1 : last + 1])
+        for first, last, scored in sliding_windows(len(tokens), window, stride)
+    ]
+    found = measure_pieces(logits, pieces, dense=dense, temperatures=temperatures, reporter=reporter)
+    return dataclasses.replace(found, window=window, stride=stride)
+
+
+def measure_pieces(
+    logits: Logits,
+    pieces: Sequence[tuple[Tensor, Tensor]],
+    *,
+    dense: Logits | None = None,
+    temperatures: Sequence[float] = (),
+    reporter: Reporter | None = None,
+) -> EvalResult:
+    """Measure as :func:`measure_quality` does, on pieces of text in their order.
+
+    Args:
+        pieces: of each, tokens int64 [S] to run, and int64 [n] that come after its last n.
+    """
+    scores, fed = TokenScores(temperatures), [ids.numpy()[None] for ids, _ in pieces]
     reporter = reporter or Silent()
     ours = _each(logits, fed, reporter)
     reference = None if dense is None else _each(dense, fed, reporter)
-    with reporter.task("evaluate", len(spans)) as task:
-        for _, last, scored in spans:
-            theirs = None if reference is None else next(reference)[0, -scored:]
-            scores.add(tokens[last - scored + 1 : last + 1], next(ours)[0, -scored:], theirs)
+    with reporter.task("evaluate", len(pieces)) as task:
+        for _, targets in pieces:
+            count = len(targets)
+            theirs = None if reference is None else next(reference)[0, -count:]
+            scores.add(targets, next(ours)[0, -count:], theirs)
             task.advance()
-    return dataclasses.replace(scores.result(), window=window, stride=stride)
+    return scores.result()
 
 
 def _each(model: Logits, fed: Sequence[Ids], reporter: Reporter) -> Iterator[Tensor]:
@@ -223,10 +115,6 @@ def _each(model: Logits, fed: Sequence[Ids], reporter: Reporter) -> Iterator[Ten
     if isinstance(model, GraphLogits):
         return model.windows(fed, reporter)
     return (torch.as_tensor(model(ids)) for ids in fed)
-
-
-def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
 
 
 @torch.no_grad()

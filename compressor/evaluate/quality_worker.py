@@ -63,7 +63,7 @@ def main() -> int:
             batch, length = shape
             ids = np.frombuffer(requests.read(batch * length * 8), np.int64).reshape(batch, length)
             if bundle.kind == "decoder" and bundle.leaves_early:
-                outputs = np.array([_early(bundle, row, length) for row in ids])
+                outputs = np.array([early_logits(bundle, row, length) for row in ids])
             elif bundle.kind == "decoder":
                 outputs = bundle.session(batch, length).step(ids, keep=np.arange(length))
             elif bundle.kind == "seq2seq":
@@ -130,7 +130,7 @@ def _lose(bundle: Any, asked: dict[str, Any], requests: BinaryIO, send: Callable
     send(lossy_texts(bundle, prompts.tolist(), asked["count"]))
 
 
-def _early(bundle: Any, ids: Any, room: int) -> Any:
+def early_logits(bundle: Any, ids: Any, room: int) -> Any:
     """Return logits [S, V] of what comes after each token, step by step, where tokens leave early."""
     from compressor_runtime.depth.tokens import early_steps
     from compressor_runtime.generation import Depth

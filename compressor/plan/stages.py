@@ -311,7 +311,9 @@ def _evaluation(recipe: Recipe, info: ModelInfo) -> Evaluation | None:
     if info.kind == "encoder":  # texts are shorter than the window, and padded to one another's length
         return Evaluation(-(-tokens // window), min(window, tokens), 0)
     windows = 1 + max(0, -(-(tokens - 1 - window) // stride))
-    return Evaluation(windows, min(window, tokens), stride, (spec.continuations or 0) if info.kind == "decoder" else 0)
+    if info.kind != "decoder":
+        return Evaluation(windows, min(window, tokens), stride)
+    return Evaluation(windows + (spec.in_domain or 0), min(window, tokens), stride, spec.continuations or 0)
 
 
 def _text_tokens(recipe: Recipe, info: ModelInfo, evaluation: Evaluation | None) -> int:

@@ -25,6 +25,8 @@ from compressor.recipe.sources import SOURCE_KEYS, is_file
 
 PROMPT_TOKENS = 32
 """Tokens of a prompt, where a decoder's continuations are evaluated."""
+OF_DECODERS = ("continuations", "in_domain", "temperatures")
+"""Keys of an evaluation that decoders alone have."""
 Kind = Literal["text", "json", "parquet", "hub", "images", "audio"]
 
 
@@ -42,7 +44,7 @@ _FITTING: Mapping[str, tuple[Kind | None, ...]] = {
     "label": ("parquet", "hub"),
     **dict.fromkeys(("classes", "template", "captions"), ("images", "parquet", "hub", None)),
     "limit": ("images", "audio", "parquet", "hub", None),
-    **dict.fromkeys(("sequence_length", "tokens", "window", "stride", "continuations"), (*_TEXTS, None)),
+    **dict.fromkeys(("sequence_length", "tokens", "window", "stride", *OF_DECODERS), (*_TEXTS, None)),
 }
 """Keys that apply to some sources only; None stands for an evaluation without its own source."""
 Names = Annotated[tuple[StrictStr, ...], BeforeValidator(_listed), Field(min_length=1)]
@@ -236,7 +238,8 @@ class EvaluationSpec(DataSource):
 
     Without a source, the part of the calibration data that was not sampled is used.  The first ``window - stride``
     tokens of every window but the first are context only.  The default stride is half a window.  A decoder continues
-    ``continuations`` prompts of 32 tokens; None asks for none.
+    ``continuations`` prompts of 32 tokens; None asks for none.  Its loss is also measured on ``in_domain`` windows of
+    the calibration's samples, and its divergence at ``temperatures``.
     """
 
     limit: StrictInt | None = Field(default=None, ge=1)
@@ -244,6 +247,8 @@ class EvaluationSpec(DataSource):
     window: StrictInt = Field(default=512, ge=2, le=1_048_576)
     stride: StrictInt = Field(default=256, ge=1, le=1_048_576)
     continuations: StrictInt | None = Field(default=None, ge=1, le=10_000)
+    in_domain: StrictInt | None = Field(default=None, ge=1, le=1_000_000)
+    temperatures: Positive | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -55,6 +55,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "perplexity_increase": Metric(_PERCENT, text=True, kinds=_DECODERS),
         "kl_divergence": Metric(_PLAIN, text=True, kinds=_DECODERS + _MODULES),
         "top1_agreement": Metric(_FRACTION, text=True, kinds=_DECODERS + _MODULES, most=1),
+        "overfit_gap": Metric(_PLAIN, text=True, kinds=("decoder",)),
+        "swept_kl_divergence": Metric(_PLAIN, text=True, kinds=("decoder",)),
         "continuation_agreement": Metric(_FRACTION, text=True, kinds=("decoder",), most=1),
         "repetition": Metric(_FRACTION, dense=True, text=True, kinds=("decoder",), most=1),
         "accuracy": Metric(_FRACTION, dense=True, text=True, kinds=_MODULES, most=1),
@@ -93,8 +95,15 @@ def is_measured(metric: str, kind: str, hears: bool) -> bool:
 QUALITY = frozenset(name for name, metric in METRICS.items() if metric.text)
 """Metrics that need text, images or sound to evaluate on."""
 
-CONTINUED = ("continuation_agreement", "repetition")
-"""Metrics of continuations, which an evaluation has to ask for."""
+ASKED_FOR: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "continuation_agreement": ("continuations", "32"),
+        "repetition": ("continuations", "32"),
+        "overfit_gap": ("in_domain", "32"),
+        "swept_kl_divergence": ("temperatures", "[0.5, 1.5]"),
+    }
+)
+"""Metrics that an evaluation has to ask for: its key, and a value to begin with."""
 
 _DENSE = "x dense"
 _OPERATORS: Mapping[str, Callable[[float, float], bool]] = MappingProxyType(
@@ -104,6 +113,23 @@ _IS = "is"
 _NUMBER = r"(\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+)\s*"
 _GATE = re.compile(rf"(<=|>=|<|>)\s*{_NUMBER}(x\s+dense|%|ms|s|[kKMG]i?B|B)?")
 _AMOUNT = re.compile(rf"{_NUMBER}(ms|s|[kKMG]i?B|B)?")
+
+
+def check_measured(gates: Sequence[Gate], evaluation: object, has_text: bool) -> None:
+    """Refuse gates on what will not be measured.
+
+    Args:
+        evaluation: the recipe's, with a key for each thing that has to be asked for.
+        has_text: there is data to evaluate on, its own or what calibration leaves.
+    Raises:
+        ValueError: there is such a gate.
+    """
+    for gate in gates:
+        if gate.metric in QUALITY and not has_text:
+            raise ValueError(f"gates.{gate.metric}: there is no text to measure it on; add `evaluation:`")
+        key, example = ASKED_FOR.get(gate.metric, ("", ""))
+        if key and getattr(evaluation, key) is None:
+            raise ValueError(f"gates.{gate.metric}: is not measured; add `{key}: {example}` to `evaluation`")
 
 
 def parse_amount(metric: str, value: object, name: str = "") -> float:

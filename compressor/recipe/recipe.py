@@ -23,7 +23,7 @@ from compressor.host.resources import nearest_shipped_model, resource
 from compressor.recipe.data_spec import DataSource, EvaluationSpec, Section, TextSpec
 from compressor.recipe.drafts import ExitSpec, SparseSpec, read_drafts
 from compressor.recipe.exports import build_exports
-from compressor.recipe.gates import CONTINUED, QUALITY, Gate
+from compressor.recipe.gates import Gate, check_measured
 from compressor.recipe.located_yaml import DEEPEST, KeyPath, Origin, Source, nearest
 from compressor.recipe.options import TargetSpec, build_passes, build_target, options_of
 from compressor.recipe.overrides import apply_override, set_device, set_value
@@ -94,13 +94,10 @@ class Recipe(Section):
         if self.calibration is not None and self.calibration.held_out:
             name = self.calibration.name or self.calibration.files
             raise ValueError(f"calibration: {name} is held out, for evaluation only; calibrate on other text")
-        if self.calibration is None and self.evaluation.kind is None:
-            for gate in self.gates:
-                if gate.metric in QUALITY:
-                    raise ValueError(f"gates.{gate.metric}: there is no text to measure it on; add `evaluation:`")
-        for gate in self.gates:
-            if gate.metric in CONTINUED and self.evaluation.continuations is None:
-                raise ValueError(f"gates.{gate.metric}: is not measured; add `continuations: 32` to `evaluation`")
+        if self.calibration is None and self.evaluation.in_domain is not None:
+            raise ValueError("evaluation.in_domain: counts windows of `calibration`, and there is none; remove it")
+        has_text = self.calibration is not None or self.evaluation.kind is not None
+        check_measured(self.gates, self.evaluation, has_text)
         return self
 
     @classmethod

@@ -31,6 +31,8 @@ STATED = (
     ("top-1 agreement", "top1_agreement", "{:.2%}"),
     ("continuations as dense", "continuation_agreement", "{:.2%}"),
     ("KL divergence", "kl_divergence", "{:.4f} nats"),
+    ("KL divergence, worst temperature", "swept_kl_divergence", "{:.4f} nats"),
+    ("overfit gap", "overfit_gap", "{:+.4f} nats"),
     ("drafts are lossy, tolerance", "tolerance", "{:g}"),
     ("lossy texts as without tolerance", "lossless_agreement", "{:.2%}"),
     ("perplexity of lossy texts", "lossy_perplexity", "{:.3f}"),

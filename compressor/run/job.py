@@ -22,7 +22,6 @@ from compressor.errors import CompressorError, GateError, UsageError
 from compressor.evaluate.comparison import Speed, comparisons, measure_speed
 from compressor.evaluate.gates import check_gates
 from compressor.evaluate.models import SIZES, bundle_quality
-from compressor.evaluate.quality import EvalResult, GraphLogits
 from compressor.executor.jobs import Executor, InProcess
 from compressor.export.exchange.beside import publishing_exports
 from compressor.export.facts import run_facts
@@ -257,7 +256,7 @@ def _measure(given: Prepared, bundle: Path, manifest: Mapping[str, Any], indepen
         with clock.stage("check"):
             result.kernel_error, result.checks = backend.check_kernels(bundle)
         with clock.stage("evaluate", shown=False):
-            result.metrics.update(_quality(given, bundle).metrics())
+            result.metrics.update(_quality(given, bundle))
     if not backend.runs_here or backend.launcher:
         result.notes.append(backend.why_not())
     given.drop_dense_graph()
@@ -275,10 +274,11 @@ def _measure(given: Prepared, bundle: Path, manifest: Mapping[str, Any], indepen
     return result
 
 
-def _quality(given: Prepared, bundle: Path) -> EvalResult:
+def _quality(given: Prepared, bundle: Path) -> dict[str, Any]:
     """Measure a bundle's quality against the dense model."""
-    reference = GraphLogits(given.dense_graph(), spill=given.context.spill)
-    return bundle_quality(lambda: given.backend.open(bundle), reference, given.data, given.recipe, given.clock.reporter)
+    data, recipe, dense, reporter = given.data, given.recipe, given.dense_logits(), given.clock.reporter
+    samples = given.context.samples
+    return bundle_quality(lambda: given.backend.open(bundle), dense, data, recipe, samples, reporter).metrics()
 
 
 def _judge(given: Prepared, destination: Path, partial: Path, measured: _Measured) -> Outcome:

@@ -14,6 +14,7 @@ from compressor.capture.capture import capture
 from compressor.codegen.backend import Backend, make_backend
 from compressor.data.load import load_data
 from compressor.errors import DriftError
+from compressor.evaluate.quality import GraphLogits
 from compressor.export.exchange.beside import BesideBundle, plan_exports
 from compressor.graph.model import ModelInfo, clone_graph
 from compressor.host.cache import cache_folder
@@ -87,6 +88,10 @@ class Prepared:
         """Return the captured graph for comparison."""
         assert self.dense is not None
         return self.dense
+
+    def dense_logits(self) -> GraphLogits:
+        """Return the captured graph as evaluations call it."""
+        return GraphLogits(self.dense_graph(), spill=self.context.spill)
 
     def drop_dense_graph(self) -> None:
         """Let the captured graph's memory go."""

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.shell_completion import BashComplete
+from click.shell_completion import BashComplete, get_completion_class
 
 from compressor.cli.commands import main
 
@@ -64,3 +64,21 @@ def test_bash_gets_its_answer_without_heavy_imports() -> None:
     asked = {"_COMPRESS_COMPLETE": "bash_source"}
     source = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | asked, check=False)
     assert "complete -o nosort -F _compress_completion compress" in source.stdout
+
+
+@pytest.mark.parametrize(
+    ("shell", "words", "cursor", "answer", "source"),
+    [
+        ("zsh", "compress run quickstart_a", "2", "plain\nquickstart_arm\n_", "compdef _compress_completion compress"),
+        ("fish", "compress run", "quickstart_a", "plain,quickstart_arm", "complete --no-files --command compress"),
+    ],
+)
+def test_other_shells_get_theirs(
+    shell: str, words: str, cursor: str, answer: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = get_completion_class(shell)
+    assert found is not None
+    complete = found(main, {}, "compress", "_COMPRESS_COMPLETE")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", cursor)
+    assert complete.complete().strip() == answer and source in complete.source()

@@ -452,6 +452,11 @@ def test_every_shipped_recipe_runs(name: str, run: Callable[[str], Run]) -> None
         assert smaller == (info.cache_format != DENSE_CACHE or fewer)
         asked = result.recipe.evaluation.continuations
         assert metrics.get("continuations") == asked
+        assert ("overfit_gap" in metrics) == (result.recipe.evaluation.in_domain is not None)
+        assert (
+            "swept_kl_divergence" not in metrics
+            or metrics["swept_temperature"] in result.recipe.evaluation.temperatures
+        )
         assert asked is None or 0 <= metrics["continuation_agreement"] < 1 > metrics["repetition"] >= 0
         most, least = LOSES.get(name, (0.05, 0.8))
         assert -0.05 < metrics["perplexity_increase"] < most  # a model of two blocks may gain by zeros

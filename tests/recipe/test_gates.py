@@ -10,7 +10,7 @@ import pytest
 from compressor.errors import RecipeError
 from compressor.evaluate.gates import GateResult, check_gates, decided
 from compressor.evaluate.timing import Timing
-from compressor.recipe.gates import CONTINUED, METRICS, QUALITY, Gate, is_measured
+from compressor.recipe.gates import ASKED_FOR, METRICS, QUALITY, Gate, is_measured
 
 
 def check(metric: str, text: object, metrics: dict[str, float], timings: dict[str, Timing] | None = None) -> GateResult:
@@ -96,8 +96,8 @@ def test_every_metric_of_quality_needs_text_and_every_timing_repeats() -> None:
     of_text = {"perplexity", "perplexity_increase", "kl_divergence", "top1_agreement"}
     of_text |= {"embedding_cosine", "embedding_cosine_min"}
     of_speech = {f"{unit}_error_{figure}" for unit in ("word", "character") for figure in ("rate", "increase")}
-    assert of_text | of_speech | {"accuracy", "accuracy_drop", *CONTINUED} == QUALITY
-    assert all(is_measured(name, "decoder", False) and not is_measured(name, "seq2seq", False) for name in CONTINUED)
+    assert of_text | of_speech | {"accuracy", "accuracy_drop", *ASKED_FOR} == QUALITY
+    assert all(is_measured(name, "decoder", False) and not is_measured(name, "seq2seq", False) for name in ASKED_FOR)
     assert all(is_measured(name, "seq2seq", True) and not is_measured(name, "seq2seq", False) for name in of_speech)
     assert is_measured("load_s", "seq2seq", False) and not is_measured("load_s", "seq2seq", True)
     timings = {name for name, metric in METRICS.items() if metric.timing}

@@ -130,6 +130,7 @@ LEFT_OUT: Mapping[str, int | tuple[str, ...]] = {
     "passes/test_rotation.py::test_the_function_stays": 2,
     "passes/test_sparse_allocation.py::test_no_more_bytes_than_the_same_share_of_all": 3,
     "passes/test_sparse_blocks.py::test_plan_records_and_weights_agree": 2,
+    "test_notebooks.py::test_a_notebook_runs": ("compress",),
     "pipeline/test_segment_cache.py::test_a_run_that_was_cut_off_goes_on_to_the_same_result": 2,
     "pipeline/test_segment_cache.py::test_a_second_run_restores_every_block_and_gives_the_same": 2,
     "plan/test_passes.py::test_a_refusal_names_the_line": 3,

@@ -14,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from compressor.evaluate.fidelity.result import EvalResult
 from compressor.evaluate.generation.greedy import continue_greedily
 from compressor.evaluate.mean import Mean
-from compressor.evaluate.quality import EvalResult, GraphLogits
+from compressor.evaluate.quality import GraphLogits
 from compressor.graph.caches import empty_past
 from compressor.graph.model import ModelInfo
 from compressor.progress import Reporter, Silent

@@ -7,7 +7,8 @@ import dataclasses
 import torch
 
 from compressor.data.sounds import Sounds
-from compressor.evaluate.quality import EvalResult, TokenScores
+from compressor.evaluate.fidelity.result import EvalResult
+from compressor.evaluate.fidelity.token_scores import TokenScores
 from compressor.evaluate.speech.error_rates import ErrorRates
 from compressor.evaluate.speech.listeners import Listener
 from compressor.progress import Reporter, Silent

@@ -21,9 +21,9 @@ from compressor.codegen.backend import make_backend
 from compressor.data.images import Images
 from compressor.data.load import load_data
 from compressor.errors import UsageError, first_line
-from compressor.evaluate.models import evaluation_window
+from compressor.evaluate.fidelity.result import EvalResult
+from compressor.evaluate.generation.decoders import evaluation_window
 from compressor.evaluate.quality import (
-    EvalResult,
     GraphLogits,
     graph_classes,
     image_batch,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from compressor.capture.capture import capture
 from compressor.data.load import check_kind
 from compressor.errors import RecipeError, UsageError
+from compressor.evaluate.fidelity.result import EvalResult
 from compressor.evaluate.gates import check_gates
 from compressor.evaluate.generation.continuations import (
     NEW_TOKENS,
@@ -26,7 +27,7 @@ from compressor.evaluate.generation.continuations import (
     prompts_of,
     repetition,
 )
-from compressor.evaluate.quality import EvalResult, GraphLogits
+from compressor.evaluate.quality import GraphLogits
 from compressor.graph.model import ModelInfo
 from compressor.recipe.data_spec import PROMPT_TOKENS, EvaluationSpec
 from compressor.recipe.gates import Gate
