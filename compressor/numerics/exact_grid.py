@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from compressor.formats.format import Format
+from compressor.formats.packing import PackedWeight
 from compressor.formats.weights import Floats, Integers
 from compressor.numerics.grids import nearest_values, over_shared, round_scales
+from compressor.numerics.nearest import rtn_quantize
 
 _FEW = 128  # columns that a grid is tried on before all
 
@@ -57,6 +59,30 @@ def exact_grid(weight: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None] | No
             zeros[rows[found]] = zero[found]
         missing = missing[~torch.isin(missing, rows[found])]
     return None if len(missing) else (scales, zeros)
+
+
+class _OffGridError(Exception):
+    """A group of columns does not lie on the grid that is tried."""
+
+
+def pack_exact(weight: Tensor, fmt: Format) -> PackedWeight | None:
+    """Pack a weight without a rounding error; None where it does not lie on the format's grids.
+
+    Args:
+        weight: float32 [out, in].
+        fmt: a format for which :func:`has_exact_grids` holds.
+    """
+
+    def choose(group: Tensor, _columns: slice) -> tuple[Tensor, Tensor | None]:
+        grid = exact_grid(group, fmt)
+        if grid is None:
+            raise _OffGridError
+        return grid
+
+    try:
+        return rtn_quantize(weight, fmt, choose)
+    except _OffGridError:
+        return None
 
 
 def _divisors(fmt: Format) -> list[float]:

@@ -143,6 +143,7 @@ def dequantized_source(
         {name: file for name, file in stored.headers.files.items() if name not in parts},
         sum(prod(weight.shape) * weight.dtype.itemsize for weight in weights.values()),
         frozenset(name for name in biases if not bool(stored.values(name).any())),
+        quantized={name: stored.headers.files[next(iter(w.parts.values()))] for name, w in weights.items()},
     )
 
 
