@@ -16,6 +16,7 @@ from compressor.formats.weights import Floats, Integers
 from compressor.numerics.grids import nearest_values, over_shared, round_scales
 from compressor.numerics.nearest import rtn_quantize
 
+_LARGEST = 65504.0  # of float16
 _FEW = 128  # columns that a grid is tried on before all
 
 
@@ -48,7 +49,9 @@ def exact_grid(weight: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None] | No
         if not len(missing):
             break
         tried, rows = absmax[missing] / divisor, missing
-        if weight.shape[1] > _FEW:
+        storable = round_scales(tried.clamp(-_LARGEST, _LARGEST), fmt) == tried  # most are not, which costs little
+        tried, rows = tried[storable], rows[storable]
+        if len(rows) and weight.shape[1] > _FEW:
             maybe = _try(weight[rows, :_FEW], tried, fmt)[0]
             tried, rows = tried[maybe], rows[maybe]
         if not len(rows):
@@ -96,7 +99,7 @@ def _divisors(fmt: Format) -> list[float]:
 
 def _try(weight: Tensor, scale: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return in which rows the grid of these scales holds the weights, bool [out], the stored scales and the zeros."""
-    stored = round_scales(scale.clamp(-65504.0, 65504.0), fmt)
+    stored = round_scales(scale.clamp(-_LARGEST, _LARGEST), fmt)
     zero = None
     if not fmt.symmetric:
         lowest = over_shared(torch.round(weight / stored[:, None]).amin(1), fmt, torch.amin)

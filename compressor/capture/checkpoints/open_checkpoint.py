@@ -19,8 +19,9 @@ from compressor.host.json_files import read_object
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# Newer and older name of one key.
-_QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+# Newer and older name of one key, and MLX's.
+_MLX_KEY = "quantization"
+_QUANTIZATION_KEYS = ("quantization_config", "compression_config", _MLX_KEY)
 # Files that state the quantisation in its place -> method.
 SIDE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 _PACKED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
@@ -44,6 +45,13 @@ class DenseFolder:
     source: WeightSource
 
 
+def _quantization(stated: Mapping[str, Any]) -> Any:
+    """Return how a config.json says that weights are quantised; MLX has a key and no method."""
+    if isinstance(of_mlx := stated.get(_MLX_KEY), dict):
+        return {**of_mlx, "quant_method": "mlx"}
+    return next((stated[key] for key in _QUANTIZATION_KEYS if stated.get(key)), None)
+
+
 def is_model_folder(folder: Path) -> bool:
     """Return whether a folder has a configuration beside safetensors, or a GGUF file."""
     return (folder / "config.json").is_file() or find_gguf(folder) is not None
@@ -65,7 +73,7 @@ def dense_folder(folder: Path, weights: bool) -> DenseFolder:
     if not file.is_file():
         raise CaptureError(f"{folder}: no config.json; give a folder as Hugging Face's save_pretrained writes it")
     stated = read_object(file)
-    quantization = next((stated[key] for key in _QUANTIZATION_KEYS if stated.get(key)), None)
+    quantization = _quantization(stated)
     # Before anything slow.
     source = folder_source(folder, weights) if quantization is None else quantized_source(folder, quantization, weights)
     if quantization is None:
