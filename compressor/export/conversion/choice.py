@@ -1,8 +1,8 @@
 """Choose how each quantised weight is stored in another layout: exactly where one of its grids holds the values.
 
-    the bundle's own format, where the layout has it
-    else the format of fewest bytes, of those that the layout has, whose grid holds all values (:mod:`.exact_grid`)
-    else, by request, one format or type for the rest, and the loss is kept
+the bundle's own format, where the layout has it
+else the format of fewest bytes, of those that the layout has, whose grid holds all values (:mod:`.exact_grid`)
+else, by request, one format or type for the rest, and the loss is kept
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def _why_never(place: Place, export: Export) -> str:
         return f"{export.title} has no place for it: {place.site.stored.reason}"
     if next(formats(place, export), None) is not None:
         return ""
-    shape = place.site.packed.shape
-    return f"{export.title} {export.why_not(replace(place.site, packed=meta_packed(*shape, Format.parse('W4A16_G32'))))}"
+    plain = meta_packed(*place.site.packed.shape, Format.parse("W4A16_G32"))
+    return f"{export.title} {export.why_not(replace(place.site, packed=plain))}"
 
 
 def _exact(weight: Tensor, fmt: Format) -> PackedWeight | None:

@@ -1,7 +1,7 @@
 """Convert: check the arguments, open the original, choose by weight, write, compare, and name the folder, or nothing.
 
-    A --check_original--> headers are right     --open_original--> dense graph, values of its codes
-      --choose--> codes by weight, exact or refitted   --plan, write--> B, read again and equal to that
+A --check_original--> headers are right     --open_original--> dense graph, values of its codes
+  --choose--> codes by weight, exact or refitted   --plan, write--> B, read again and equal to that
 """
 
 from __future__ import annotations

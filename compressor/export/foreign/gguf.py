@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,9 +32,9 @@ from compressor.capture.checkpoints.gguf.gguf_blocks import (
     pack_mxfp4,
     pack_two_bits,
 )
-from compressor.capture.checkpoints.gguf.gguf_file import PLAIN_TYPES, GgufContent, write_gguf
+from compressor.capture.checkpoints.gguf.gguf_file import PLAIN_TYPES, GgufContent, read_gguf, write_gguf
+from compressor.capture.checkpoints.gguf.gguf_models import find_gguf, gguf_metadata, gguf_place, rotary_rows_as_stored
 from compressor.capture.checkpoints.gguf.k_quants import K_QUANTS, fit_k_quant
-from compressor.capture.checkpoints.gguf.gguf_models import gguf_metadata, gguf_place, rotary_rows_as_stored
 from compressor.export.checkpoints.folder import FolderForm, why_unwritable
 from compressor.export.checkpoints.stored import StoredFiles, StoredModel
 from compressor.export.exchange.byte_level_tokens import tokenizer_metadata
@@ -42,6 +43,9 @@ from compressor.export.exchange.dense_form import PackedSite
 from compressor.export.exchange.export import Export, Loading
 from compressor.export.exchange.integer_layout import why_not_codes, why_not_linear
 from compressor.formats.format import Format
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 FILE_NAME = "model.gguf"
 _MXFP4 = Format.parse("MXFP4")
@@ -110,8 +114,8 @@ class Gguf(Export):
 
     def fit(self, kind: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
         """Round a weight to Q4_K or Q6_K."""
-        blocks = fit_k_quant(kind, weight)
-        return {kind: blocks}, BLOCK_TYPES[kind].dequantize(blocks.view(-1, BLOCK_TYPES[kind].block_bytes)).view_as(weight)
+        blocks, block = fit_k_quant(kind, weight), BLOCK_TYPES[kind]
+        return {kind: blocks}, block.dequantize(blocks.view(-1, block.block_bytes)).view_as(weight)
 
     def loading(self, sites: Sequence[PackedSite]) -> Loading:
         """Name the file, which transformers dequantises in float32."""
@@ -143,8 +147,15 @@ class Gguf(Export):
             **({} if most not in _FILE_TYPES else {"general.file_type": _FILE_TYPES[most]}),
             "general.quantization_version": 2,
         }
-        metadata |= tokenizer_metadata(model.origin, config, self.pre)
+        metadata |= self._tokenizer(model.origin, config)
         return StoredFiles({FILE_NAME: write_gguf(folder / FILE_NAME, metadata, contents)}, sizes)
+
+    def _tokenizer(self, origin: Path, config: PreTrainedConfig) -> dict[str, Any]:
+        """Return the tokenizer's metadata: those of the model's own GGUF file, where that is all there is."""
+        file = None if (origin / "tokenizer.json").is_file() or self.pre else find_gguf(origin)
+        if file is None:
+            return tokenizer_metadata(origin, config, self.pre)
+        return {key: value for key, value in read_gguf(file).metadata.items() if key.startswith("tokenizer.")}
 
     def notes(self, sites: Sequence[PackedSite]) -> list[str]:
         """Say what blocks cost, and how llama.cpp computes."""

@@ -1,7 +1,7 @@
 """Write MLX checkpoints for Apple's machines: what mlx-lm loads.
 
-Layout: :mod:`compressor.capture.checkpoints.mlx_words`, whose reader reads the folder again.  A larger group, or a whole
-row, is several groups with the same scale; a zero point is a bias, in float32 where float16 would round it.
+Layout: :mod:`compressor.capture.checkpoints.mlx_words`, whose reader reads the folder again.  A larger group, or a
+whole row, is several groups with the same scale; a zero point is a bias, in float32 where float16 would round it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from compressor.capture.checkpoints.mlx_words import BITS, GROUP_SIZES, mlx_tensors
 from compressor.export.exchange.coded import coded
 from compressor.export.exchange.dense_form import PackedSite
-from compressor.export.exchange.export import Export
+from compressor.export.exchange.export import Export, Loading
 from compressor.export.exchange.integer_layout import why_not_codes, why_not_linear
 
 
@@ -53,6 +53,10 @@ class Mlx(Export):
         most, _ = Counter(grids.values()).most_common(1)[0]
         others = {name: _stated(grid) for name, grid in grids.items() if grid != most}
         return {"quantization": {**_stated(most), "mode": "affine", **others}}
+
+    def loading(self, sites: Sequence[PackedSite]) -> Loading:
+        """Compute in float16, the type of scales, which activations get from them."""
+        return Loading("float16")
 
     def notes(self, sites: Sequence[PackedSite]) -> list[str]:
         """Say how zero points are stored, and what was not run."""
