@@ -193,7 +193,7 @@ def _fitted(place: Place, weight: Tensor, export: Export, refit: Refit) -> Chose
         place_of_value.copy_(value)
         return Chosen(refit.name, None, parts, place_of_value, relative_error(weight, value))
     fmt = refit.fmt
-    if why := export.why_not(replace(place.site, packed=meta_packed(*weight.shape, fmt))):
+    if why := export.why_not(replace(place.site, packed=meta_packed(*place.site.packed.shape, fmt))):
         return f"cannot be refitted to {fmt.name}: {export.title} {why}"
     packed = rtn_quantize(weight, fmt, lambda group, _: search_grid(group, torch.ones(group.shape[1]), fmt))
     stored = export.value(export.encode(replace(place.site, packed=packed)))

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from compressor.data.load import load_evaluation
+from compressor.data.text import load_evaluation
 from compressor.errors import UsageError
 from compressor.evaluate.quality import EvalResult, GraphLogits, measure_quality
 from compressor.export.conversion.choice import (
@@ -65,7 +65,7 @@ class Converted:
             "weights": len(self.chosen),
             "equal_weights": len(self.chosen) - len(lossy),
             "refitted": lossy,
-            "largest_relative_error": max((each["relative_error"] for each in lossy.values()), default=0.0),
+            "largest_relative_error": max((one.error for one in self.chosen.values()), default=0.0),
         }
         found["notes"] = [*found["notes"], *self.notes]
         return found | ({} if self.quality is None else {"quality": self.quality.metrics()})
@@ -123,7 +123,7 @@ def _tokens(graph: GraphModule, text: Path) -> Any:
     info: ModelInfo = graph.meta["model"]
     if info.kind != "decoder":
         raise UsageError(f"--text: {info.name} is of the kind {info.kind}; only decoders are compared on a text")
-    return load_evaluation(EvaluationSpec(text=str(text)), None, info.source, info.vocab_size)[0]
+    return load_evaluation(EvaluationSpec(text=(str(text),)), None, info.source, info.vocab_size)[0]
 
 
 def _choose(

@@ -36,7 +36,8 @@ def fit_k_quant(kind: str, weight: Tensor) -> Tensor:
     if weight.shape[1] % _BLOCK:
         raise UsageError(f"{kind} has blocks of {_BLOCK} weights, and rows of {weight.shape[1]} are not a multiple")
     fit = _q4_k if kind == "Q4_K" else _q6_k
-    blocks = torch.cat([fit(chunk) for chunk in weight.reshape(-1, _BLOCK).split(_CHUNK_BLOCKS)])
+    given = weight.reshape(-1, _BLOCK)
+    blocks = torch.cat([fit(given[begin : begin + _CHUNK_BLOCKS]) for begin in range(0, len(given), _CHUNK_BLOCKS)])
     return blocks.view(len(weight), -1)
 
 
