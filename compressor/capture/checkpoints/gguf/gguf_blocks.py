@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressor.capture.checkpoints.bit_fields import e8m0_scales, fp4_values
+from compressor.capture.checkpoints.bit_fields import fp4_values
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,8 @@ def _q2_0(blocks: Tensor) -> Tensor:
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
-    return e8m0_scales(blocks[:, :1]) * fp4_values(_nibbles(blocks, 1))
+    exponents = blocks[:, :1].to(torch.int32) - 127  # 255 is not special in ggml
+    return torch.ldexp(fp4_values(_nibbles(blocks, 1)).double(), exponents).float()
 
 
 BLOCK_TYPES = {
