@@ -42,6 +42,8 @@ class WeightSource:
     """Readers of single slices, by the names of tensors that are stored in slices along their first dimension."""
     in_files: Mapping[str, str] = field(default_factory=dict)
     """The name in the files of each tensor that has another here; empty for one that is made from several."""
+    quantized: Mapping[str, Path] = field(default_factory=dict)
+    """The file of each tensor that is stored as codes, and dequantised when it is read."""
 
     def read_slice(self, name: str, place: int) -> Tensor:
         """Return one slice along a tensor's first dimension; of a mapped tensor, a view."""

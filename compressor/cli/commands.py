@@ -19,6 +19,7 @@ from compressor.cli import signals
 from compressor.cli.bundles import COMMANDS
 from compressor.cli.catalogue import KINDS, catalogue, describe, names_of
 from compressor.cli.groups.cache import cache
+from compressor.cli.groups.convert import convert
 from compressor.cli.groups.device import device
 from compressor.cli.groups.evaluate import evaluate, lm_eval
 from compressor.cli.groups.init import init
@@ -307,5 +308,5 @@ def show(name: str, as_json: bool) -> None:
     emit(as_json, found, lambda: click.echo(found["text"]))
 
 
-for _command in (*COMMANDS, cache, device, evaluate, init, lm_eval):
+for _command in (*COMMANDS, cache, convert, device, evaluate, init, lm_eval):
     main.add_command(_command)

@@ -31,6 +31,7 @@ _NAMES = {
     torch.int8: "I8",
     torch.int16: "I16",
     torch.int32: "I32",
+    torch.uint32: "U32",
     torch.int64: "I64",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from compressor.formats.format import Format
+from compressor.formats.packing import PackedWeight
 from compressor.formats.weights import Floats, Integers
 from compressor.numerics.grids import nearest_values, over_shared, round_scales
+from compressor.numerics.nearest import rtn_quantize
 
+_LARGEST = 65504.0  # of float16
 _FEW = 128  # columns that a grid is tried on before all
 
 
@@ -46,7 +49,9 @@ def exact_grid(weight: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None] | No
         if not len(missing):
             break
         tried, rows = absmax[missing] / divisor, missing
-        if weight.shape[1] > _FEW:
+        storable = round_scales(tried.clamp(-_LARGEST, _LARGEST), fmt) == tried  # most are not, which costs little
+        tried, rows = tried[storable], rows[storable]
+        if len(rows) and weight.shape[1] > _FEW:
             maybe = _try(weight[rows, :_FEW], tried, fmt)[0]
             tried, rows = tried[maybe], rows[maybe]
         if not len(rows):
@@ -57,6 +62,30 @@ def exact_grid(weight: Tensor, fmt: Format) -> tuple[Tensor, Tensor | None] | No
             zeros[rows[found]] = zero[found]
         missing = missing[~torch.isin(missing, rows[found])]
     return None if len(missing) else (scales, zeros)
+
+
+class _OffGridError(Exception):
+    """A group of columns does not lie on the grid that is tried."""
+
+
+def pack_exact(weight: Tensor, fmt: Format) -> PackedWeight | None:
+    """Pack a weight without a rounding error; None where it does not lie on the format's grids.
+
+    Args:
+        weight: float32 [out, in].
+        fmt: a format for which :func:`has_exact_grids` holds.
+    """
+
+    def choose(group: Tensor, _columns: slice) -> tuple[Tensor, Tensor | None]:
+        grid = exact_grid(group, fmt)
+        if grid is None:
+            raise _OffGridError
+        return grid
+
+    try:
+        return rtn_quantize(weight, fmt, choose)
+    except _OffGridError:
+        return None
 
 
 def _divisors(fmt: Format) -> list[float]:
@@ -70,7 +99,7 @@ def _divisors(fmt: Format) -> list[float]:
 
 def _try(weight: Tensor, scale: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return in which rows the grid of these scales holds the weights, bool [out], the stored scales and the zeros."""
-    stored = round_scales(scale.clamp(-65504.0, 65504.0), fmt)
+    stored = round_scales(scale.clamp(-_LARGEST, _LARGEST), fmt)
     zero = None
     if not fmt.symmetric:
         lowest = over_shared(torch.round(weight / stored[:, None]).amin(1), fmt, torch.amin)

@@ -18,18 +18,14 @@ from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
 from compressor.graph.sites import Site
 from compressor.host.tensor_files import release
-from compressor.numerics.exact_grid import exact_grid, has_exact_grids
-from compressor.numerics.nearest import rtn_quantize, rtn_work, rtn_working_bytes, weight_error
+from compressor.numerics.exact_grid import has_exact_grids, pack_exact
+from compressor.numerics.nearest import rtn_work, rtn_working_bytes, weight_error
 from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.pipeline.site_plan import SitePlan, plan_sites
 from compressor.pipeline.sites import choose_sites, compress_site, error_context, summarise_formats
 
 _NAMED = 5  # linears that a message names
-
-
-class _OffGridError(Exception):
-    """A group of columns does not lie on the grid that is tried."""
 
 
 @dataclass(frozen=True)
@@ -111,17 +107,6 @@ class KeepCodes(Pass):
 
     def _find(self, site: Site, weight: Tensor) -> PackedWeight | None:
         """Return the weight in the first format whose grid holds it."""
-        for fmt in self._formats():
-
-            def choose(group: Tensor, _columns: slice, fmt: Format = fmt) -> tuple[Tensor, Tensor | None]:
-                grid = exact_grid(group, fmt)
-                if grid is None:
-                    raise _OffGridError
-                return grid
-
-            try:
-                with error_context(site):
-                    return rtn_quantize(weight, fmt, choose)
-            except _OffGridError:
-                continue
-        return None
+        with error_context(site):
+            tried = (pack_exact(weight, fmt) for fmt in self._formats())
+            return next((packed for packed in tried if packed is not None), None)

@@ -25,6 +25,7 @@ from torch.fx import GraphModule
 from compressor.capture.capture import capture
 from compressor.errors import CompressorError, RecipeError, ResourceError, UsageError, VerificationError
 from compressor.evaluate.quality import GraphLogits
+from compressor.export.conversion.original import open_original
 from compressor.export.exchange import check, job
 from compressor.export.exchange.bundle_graph import bundle_graph
 from compressor.export.exchange.dense_form import list_packed
@@ -254,6 +255,10 @@ def test_a_bundle_is_its_models_graph(model: Path, bundle: Path, tmp_path: Path)
     graph, made = bundle_graph(bundle), compressed(model, rtn("W4A16_G32"), Embedding())
     ids = np.arange(12)[None]
     assert torch.equal(GraphLogits(graph)(ids), GraphLogits(made)(ids))
+    original = open_original(bundle)
+    packed = {site.parameter: site.packed for site in list_packed(made)}
+    assert original.packed.keys() == packed.keys() and not list_packed(original.graph)
+    assert all(torch.equal(original.graph.get_parameter(name), dequantize(one)) for name, one in packed.items())
     export = make_export("compressed-tensors", ("dense=embed_tokens",))
     content = export_bundle(bundle, export, tmp_path / "out", check=False).content()
     assert content["not_checked"] == "not checked: --no-check" and (tmp_path / "out/model.safetensors").is_file()

@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 
 TYPES = {"F32": (0, 1, 4), "F16": (1, 1, 2), "BF16": (30, 1, 2), "Q4_0": (2, 32, 18), "Q4_1": (3, 32, 20),
          "Q5_0": (6, 32, 22), "Q5_1": (7, 32, 24), "Q8_0": (8, 32, 34), "Q2_K": (10, 256, 84), "Q3_K": (11, 256, 110),
-         "Q4_K": (12, 256, 144), "Q5_K": (13, 256, 176), "Q6_K": (14, 256, 210)}  # fmt: skip
+         "Q4_K": (12, 256, 144), "Q5_K": (13, 256, 176), "Q6_K": (14, 256, 210), "TQ2_0": (35, 256, 66),
+         "MXFP4": (39, 32, 17), "Q2_0": (42, 64, 18)}  # fmt: skip
 """Number, elements and bytes of a block."""
 _FLOATS_AT = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82),
-              "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # fmt: skip
+              "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "TQ2_0": (64,), "MXFP4": (),
+              "Q2_0": (0,)}  # fmt: skip
 
 
 def text(value: str) -> bytes:
@@ -53,12 +55,14 @@ def random_blocks(rng: np.random.Generator, kind: str, count: int) -> NDArray[np
     for at in _FLOATS_AT[kind]:
         numbers = (rng.uniform(1e-4, 5e-4, (count, 1)) * rng.choice((-1, 1), (count, 1))).astype(np.float16)
         raw[:, at : at + 2] = numbers.view(np.uint8)
+    if kind == "MXFP4":
+        raw[:, 0] = rng.integers(100, 140, count)
     return raw
 
 
 def block_values(kind: str, block: bytes) -> list[float]:
     """Return the values of one block: exact arithmetic in float64, rounded once to float32 by the caller."""
-    d, m = ([*np.frombuffer(block, np.float16)[[at // 2 for at in _FLOATS_AT[kind]]].tolist(), 0.0])[:2]
+    d, m = [*(struct.unpack("<e", block[at : at + 2])[0] for at in _FLOATS_AT[kind]), 0.0, 0.0][:2]
     return _VALUES[kind](block, d, m)
 
 
@@ -138,6 +142,20 @@ def _q6_k(block: bytes, d: float, m: float) -> list[float]:
     return found
 
 
+def _tq2_0(block: bytes, d: float, m: float) -> list[float]:
+    return [d * ((block[32 * n + i] >> 2 * j & 3) - 1) for n in (0, 1) for j in range(4) for i in range(32)]
+
+
+def _q2_0(block: bytes, d: float, m: float) -> list[float]:
+    return [d * ((block[2 + i // 4] >> 2 * (i % 4) & 3) - 1) for i in range(64)]
+
+
+def _mxfp4(block: bytes, d: float, m: float) -> list[float]:
+    doubled = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # kvalues_mxfp4
+    nibbles = [byte & 15 for byte in block[1:]] + [byte >> 4 for byte in block[1:]]
+    return [doubled[code] * 2.0 ** (block[0] - 128) for code in nibbles]
+
+
 _VALUES = {
     "Q4_0": lambda *a: _legacy(*a, at=2, high_at=None, minimum=False),
     "Q4_1": lambda *a: _legacy(*a, at=4, high_at=None, minimum=True),
@@ -149,4 +167,7 @@ _VALUES = {
     "Q4_K": lambda *a: _q4_or_5_k(*a, high_at=None, at=16),
     "Q5_K": lambda *a: _q4_or_5_k(*a, high_at=16, at=48),
     "Q6_K": _q6_k,
+    "TQ2_0": _tq2_0,
+    "Q2_0": _q2_0,
+    "MXFP4": _mxfp4,
 }

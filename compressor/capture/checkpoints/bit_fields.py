@@ -79,9 +79,13 @@ def word_count(count: int, bits: int, dense: bool = True) -> int:
 
 def unpack_fp4(packed: Tensor) -> Tensor:
     """Unpack two FP4 (E2M1) values a byte, the low nibble first: uint8 [..., n / 2] -> float32 [..., n].  Exact."""
+    return fp4_values(torch.stack((packed & 15, packed >> 4), -1).flatten(-2))
+
+
+def fp4_values(codes: Tensor) -> Tensor:
+    """Return the FP4 (E2M1) values of 4-bit codes, in float32.  Exact."""
     values: Tensor = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float32)
-    nibbles = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
-    return values[nibbles.to(torch.int32)]
+    return values[codes.to(torch.int32)]
 
 
 def pack_fp4(codes: Tensor) -> Tensor:

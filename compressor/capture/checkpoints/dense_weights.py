@@ -121,7 +121,7 @@ def dequantized_source(
     parts = {part for weight in weights.values() for part in weight.parts.values()}
     # AutoGPTQ once gave every linear a bias, of zeros where the model has none.
     biases = stored.names & {f"{name.removesuffix('.weight')}.bias" for name in weights}
-    spill = weight_spill()
+    spill, files = weight_spill(), stored.headers.files
 
     def read(name: str) -> Tensor:
         weight = weights.get(name)
@@ -140,9 +140,10 @@ def dequantized_source(
         stored.headers.place,
         (stored.names - parts - dropped) | weights.keys(),
         read,
-        {name: file for name, file in stored.headers.files.items() if name not in parts},
+        {name: file for name, file in files.items() if name not in parts},
         sum(prod(weight.shape) * weight.dtype.itemsize for weight in weights.values()),
         frozenset(name for name in biases if not bool(stored.values(name).any())),
+        quantized={name: files[part] for name, w in weights.items() if (part := next(iter(w.parts.values()))) in files},
     )
 
 

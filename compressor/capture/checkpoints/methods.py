@@ -12,6 +12,7 @@ from compressor.capture.checkpoints.compressed_tensors.config_groups import comp
 from compressor.capture.checkpoints.dense_weights import DenseWeight, Stored, dequantized_source
 from compressor.capture.checkpoints.fp8_blocks import fp8_weights
 from compressor.capture.checkpoints.gptq_words import gptq_weights
+from compressor.capture.checkpoints.mlx_words import mlx_weights
 from compressor.capture.checkpoints.mxfp4_experts import mxfp4_weights
 from compressor.capture.weights import WeightSource, folder_source
 from compressor.errors import UsageError
@@ -21,6 +22,7 @@ METHODS: dict[str, Callable[[Stored, Mapping[str, Any]], dict[str, DenseWeight]]
     "compressed-tensors": compressed_tensors_weights,
     "fp8": fp8_weights,
     "gptq": gptq_weights,
+    "mlx": mlx_weights,
     "mxfp4": mxfp4_weights,
 }
 """``quant_method`` -> function that describes the dense weights, by name, of a checkpoint's stored tensors."""

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
-from compressor.capture.checkpoints.open_checkpoint import open_checkpoint
-from compressor.capture.weights import INDEX_NAME, WeightSource, folder_source
+from compressor.capture.checkpoints.open_checkpoint import SIDE_FILES, dense_folder, is_model_folder, open_checkpoint
+from compressor.capture.weights import INDEX_NAME, SINGLE_NAME, WeightSource
 from compressor.errors import CaptureError, CompressorError, UsageError, VerificationError, first_line
 from compressor.export.checkpoints.configuration import Shape, changes, configurations
 from compressor.export.checkpoints.fewer_layers import Lists, fewer_layers, lists_of
@@ -32,10 +32,11 @@ from compressor.graph.model import ModelInfo
 from compressor.graph.provenance import Stored
 from compressor.graph.rewrite import held_tensor
 from compressor.host.cache import cache_folder, partial_folder
-from compressor.host.json_files import read_object
 
 _COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.py", "LICENSE*")
 _MANIFEST = "manifest.json"
+_WRITTEN = {CONFIG_NAME, INDEX_NAME, _MANIFEST, *SIDE_FILES}
+"""Files of which a written folder has its own, or that state how the former weights were quantised."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def _plan(graph: GraphModule, trust_remote_code: bool) -> FolderForm:
     source = _source(graph)
     fitted = _shapes(graph, source)
     shapes = {name: (tuple(source.read(name).shape), new) for name, new in fitted.items()}
-    stated = read_object(_folder(graph) / CONFIG_NAME)
+    stated = dense_folder(_folder(graph), weights=False).config
     config = open_checkpoint(_folder(graph), trust_remote_code, weights=False).config
     reason, lists = "", lists_of(graph)
     for wide in configurations(stated, config, graph, shapes):
@@ -136,9 +137,9 @@ def why_unwritable(graph: GraphModule, form: FolderForm, write: Writer) -> str:
 def _stored_model(
     graph: GraphModule, form: FolderForm, packed: Mapping[str, Mapping[str, Tensor]], more: Mapping[str, Any]
 ) -> StoredModel:
-    source, held = _source(graph), _holders(graph)
+    headers, source, held = _source(graph), dense_folder(_folder(graph), weights=True).source, _holders(graph)
     content = {**form.config, **more}
-    tensors = {name: source.read(name) for name in source.names}
+    tensors = {name: (headers if name in held else source).read(name) for name in source.names}
     types = {name: tensor.dtype for name, tensor in tensors.items()}
     for name, (parameter, stored) in held.items():
         tensors[name] = _as_stored(held_tensor(graph, parameter).detach(), stored, tensors[name].shape)
@@ -155,31 +156,31 @@ def _stored_model(
         {here: tensors[name] for name, here in new.items()},
         {here: types[name] for name, here in new.items()},
         {new[name]: each for name, each in parts.items() if name in new},
-        {here: file.name for file, names in files.items() for here in names.values()},
+        {here: file for file, names in files.items() for here in names.values()},
         frozenset(here for name, here in new.items() if name not in held),
     )
 
 
-def _files(source: WeightSource, lists: Lists) -> dict[Path, dict[str, str]]:
-    """Return, for each file of the model, its tensors that stay, and the names that they are to have."""
-    found: dict[Path, dict[str, str]] = {}
+def _files(source: WeightSource, lists: Lists) -> dict[str, dict[str, str]]:
+    """Return, for the name of each file of the model, its tensors that stay, and the names that they are to have."""
+    found: dict[str, dict[str, str]] = {}
     for name in source.names:
         if (new := lists.renamed(name)) is not None:
-            found.setdefault(source.files[name], {})[name] = new
+            file = source.quantized[name] if name in source.quantized else source.files[name]
+            found.setdefault(SINGLE_NAME if file.suffix == ".gguf" else file.name, {})[name] = new
     return found
 
 
 def _folder(graph: GraphModule) -> Path:
     info: ModelInfo = graph.meta["model"]
-    if info.source is None or "stored" not in graph.meta or not (info.source / CONFIG_NAME).is_file():
+    if info.source is None or "stored" not in graph.meta or not is_model_folder(info.source):
         raise UsageError(f"{info.name} does not come from a folder with config.json and safetensors")
-    if info.unpacked_bytes or any(read_object(info.source / CONFIG_NAME).get(k) for k in ("quantization_config",)):
-        raise UsageError(f"{info.name} comes from a quantised checkpoint")
     return info.source
 
 
 def _source(graph: GraphModule) -> WeightSource:
-    return folder_source(_folder(graph))
+    """Return the tensors of a graph's folder, as the dense ones that they stand for, on the meta device."""
+    return dense_folder(_folder(graph), weights=False).source
 
 
 def _holders(graph: GraphModule) -> dict[str, tuple[str, Stored]]:
@@ -262,7 +263,7 @@ def _why_not(
     Raises:
         UsageError: the model's own folder cannot be written as it is.
     """
-    places = [(name, new, file.name) for file, names in _files(source, lists[1]).items() for name, new in names.items()]
+    places = [(name, new, file) for file, names in _files(source, lists[1]).items() for name, new in names.items()]
     tensors, held = {name: source.read(name) for name, _, _ in places}, _holders(graph)
     model = StoredModel(
         _folder(graph),
@@ -291,5 +292,5 @@ def _copy_others(source: Path, folder: Path) -> None:
     """Copy what is neither weights nor their index nor the configuration."""
     for pattern in _COPIED:
         for file in source.glob(pattern):
-            if file.is_file() and file.name not in (CONFIG_NAME, INDEX_NAME, _MANIFEST):
+            if file.is_file() and file.name not in _WRITTEN:
                 shutil.copyfile(file, folder / file.name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.capture.weights import folder_source
+from compressor.capture.checkpoints.open_checkpoint import dense_folder, is_model_folder
 from compressor.errors import UsageError
 from compressor.export.checkpoints.fewer_layers import lists_of
 from compressor.export.checkpoints.folder import FolderForm, plan_folder, write_folder
@@ -88,6 +88,8 @@ class Export(ABC):
     """Module of the process that loads what was written."""
     packages: ClassVar[tuple[str, ...]] = ()
     """Packages that the client needs beside transformers."""
+    kinds: ClassVar[tuple[str, ...]] = ()
+    """Types of the layout on whose grids no format of ours lies: weights are fitted to them by request."""
 
     @abstractmethod
     def why_not(self, site: PackedSite) -> str:
@@ -122,6 +124,14 @@ class Export(ABC):
         """Return what the stored tensors stand for, float32, where that is not the site's own value to the last bit."""
         return None
 
+    def fit(self, kind: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        """Round a weight, float32 [out, in], to one of :attr:`kinds`: what is stored, and what that stands for.
+
+        Raises:
+            UsageError: a row of the weight does not divide into blocks.
+        """
+        raise NotImplementedError(f"{self.title} has no type {kind}")
+
     def configuration(self, sites: Sequence[PackedSite], linears: Sequence[str]) -> Mapping[str, Any]:
         """Return what config.json says of the packed sites; ``linears`` are all modules of the class Linear."""
         return {}
@@ -154,7 +164,7 @@ class Export(ABC):
                 f"in float32: --set dense={wrong[0].partition(':')[0]}"
             )
         folder = _model_folder(graph)
-        source = folder_source(folder, weights=False)
+        source = dense_folder(folder, weights=False).source
 
         def hole(site: PackedSite) -> Tensor:
             return torch.empty(site.packed.shape, dtype=source.read(site.stored.names[0]).dtype, device="meta")
@@ -192,11 +202,13 @@ class ExportForm:
         export: the layout.
         folder: the configuration and the names.
         packed: parameters that stay packed.
+        fitted: of dense parameters, what is stored in their place: blocks that stand for exactly their values.
     """
 
     export: Export
     folder: FolderForm
     packed: tuple[str, ...]
+    fitted: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
     def write(self, folder: Path, graph: GraphModule) -> Written:
         """Write a compressed graph into an empty folder, read that again, and compare the two programs.
@@ -204,7 +216,7 @@ class ExportForm:
         Raises:
             VerificationError: what was written is another model.
         """
-        packed: dict[str, Mapping[str, Tensor]] = {}
+        packed = dict(self.fitted)
         spill = Spill(cache_folder() / "spilled", "dense weights, for the comparison of an export")
 
         def value(site: PackedSite) -> Tensor:
@@ -247,7 +259,7 @@ def _as_loaded(sites: Sequence[PackedSite], dense: GraphModule) -> list[PackedSi
 
 def _model_folder(graph: GraphModule) -> Path:
     info: ModelInfo = graph.meta["model"]
-    if info.source is None or not (info.source / "config.json").is_file():
+    if info.source is None or not is_model_folder(info.source):
         raise UsageError(f"{info.name} does not come from a Hugging Face folder: it can be a bundle only")
     return info.source
 

@@ -5,7 +5,9 @@ symmetric integers of 2 to 4 bits, asymmetric ones of 2 and 3   Q4_0, a scale ti
 symmetric integers of 5 bits                                    Q5_0, a scale times -16 to 15
 asymmetric integers of 4 bits                                   Q4_1 where every minimum is a float16, otherwise Q5_0
 symmetric integers of 6 to 8 bits, asymmetric ones of 5 to 7    Q8_0, a scale times -128 to 127
+MXFP4                                                           MXFP4
 dense weights                                                   F16, BF16, F32, as the model stores them; vectors F32
+by request: numbers of -1 to 2, or of -2 to 1                   TQ2_0 (256 weights, -1 to 1) or Q2_0 (64 weights)
 
 A larger group, or a whole row, is several blocks with the same scale.  Layout, names and the order of rows:
 :mod:`compressor.capture.checkpoints.gguf`, whose reader reads the file again.
@@ -16,14 +18,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.capture.checkpoints.gguf.gguf_blocks import BLOCK, SIGNED_RANGES, pack_blocks
-from compressor.capture.checkpoints.gguf.gguf_file import PLAIN_TYPES, GgufContent, write_gguf
-from compressor.capture.checkpoints.gguf.gguf_models import gguf_metadata, gguf_place, rotary_rows_as_stored
+from compressor.capture.checkpoints.gguf.gguf_blocks import (
+    BLOCK,
+    BLOCK_TYPES,
+    SIGNED_RANGES,
+    pack_blocks,
+    pack_mxfp4,
+    pack_two_bits,
+)
+from compressor.capture.checkpoints.gguf.gguf_file import PLAIN_TYPES, GgufContent, read_gguf, write_gguf
+from compressor.capture.checkpoints.gguf.gguf_models import find_gguf, gguf_metadata, gguf_place, rotary_rows_as_stored
+from compressor.capture.checkpoints.gguf.k_quants import K_QUANTS, fit_k_quant
 from compressor.export.checkpoints.folder import FolderForm, why_unwritable
 from compressor.export.checkpoints.stored import StoredFiles, StoredModel
 from compressor.export.exchange.byte_level_tokens import tokenizer_metadata
@@ -33,10 +44,15 @@ from compressor.export.exchange.export import Export, Loading
 from compressor.export.exchange.integer_layout import why_not_codes, why_not_linear
 from compressor.formats.format import Format
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 FILE_NAME = "model.gguf"
+_MXFP4 = Format.parse("MXFP4")
 _BITS = range(2, 9)
 _TYPES = {dtype: name for name, dtype in PLAIN_TYPES.items()}
-_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "BF16": 32}
+_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q4_K": 14, "Q6_K": 18, "BF16": 32,
+               "TQ2_0": 37, "MXFP4": 38}  # fmt: skip
 """``general.file_type``: of most weights (llama.cpp, ``include/llama.h: llama_ftype``)."""
 
 
@@ -46,18 +62,25 @@ class Gguf(Export):
 
     Attributes:
         pre: llama.cpp's name for the tokenizer's expressions, where it is not known here; ``none`` writes no tokenizer.
+        two_bits: store whole numbers of -1 to 2, or -2 to 1, as TQ2_0 (llama.cpp of September 2024 and later) or Q2_0
+            (of June 2026 and later) where groups are of a multiple of 256 or 64.
     """
 
     pre: str = ""
+    two_bits: bool = False
 
     title = "gguf"
     packages = ("gguf", "accelerate")
+    kinds = K_QUANTS
 
     def why_not(self, site: PackedSite) -> str:
         """Say which part of a format, or of a module, the blocks do not have."""
         fmt = site.packed.format
         if reason := "" if site.reads_table else why_not_linear(site):
             return reason
+        if fmt == _MXFP4:
+            columns = site.packed.shape[1]
+            return f"has blocks of {BLOCK}, and rows of {columns} are not a multiple" if columns % BLOCK else ""
         if reason := why_not_codes(site, _BITS, BLOCK, 1):
             return reason
         if fmt.scale_type != "F16":
@@ -76,14 +99,23 @@ class Gguf(Export):
     def encode(self, site: PackedSite) -> Mapping[str, Tensor]:
         """Return the rows of a site as blocks, by the name of their type."""
         fmt, found = site.packed.format, coded(site.packed)
+        if fmt == _MXFP4:
+            return {"MXFP4": pack_mxfp4(found.codes, found.scales.view(torch.uint8))}
         groups = site.packed.shape[1] // BLOCK
         scales = found.scales.repeat_interleave(groups // found.scales.shape[1], 1)
         if (minima := _minima(fmt, found)) is not None:
             minima = minima.repeat_interleave(groups // minima.shape[1], 1)
             return {"Q4_1": pack_blocks("Q4_1", found.codes.short(), scales, minima)}
         zeros = found.zero_points(fmt).short().repeat_interleave(found.codes.shape[1] // found.scales.shape[1], 1)
-        kind = _signed_type(fmt)
-        return {kind: pack_blocks(kind, found.codes.short() - zeros, scales)}
+        kind, numbers = _signed_type(fmt), found.codes.short() - zeros
+        if self.two_bits and (two := _two_bit_form(numbers, found.scales)):
+            return two
+        return {kind: pack_blocks(kind, numbers, scales)}
+
+    def fit(self, kind: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        """Round a weight to Q4_K or Q6_K."""
+        blocks, block = fit_k_quant(kind, weight), BLOCK_TYPES[kind]
+        return {kind: blocks}, block.dequantize(blocks.view(-1, block.block_bytes)).view_as(weight)
 
     def loading(self, sites: Sequence[PackedSite]) -> Loading:
         """Name the file, which transformers dequantises in float32."""
@@ -109,13 +141,21 @@ class Gguf(Export):
         types: dict[str, int] = {}
         for content in contents.values():
             types[content.type] = types.get(content.type, 0) + content.size_bytes
+        most = max(types, key=types.__getitem__)
         metadata = gguf_metadata(config) | {
             "general.name": model.origin.name,
-            "general.file_type": _FILE_TYPES[max(types, key=types.__getitem__)],
+            **({} if most not in _FILE_TYPES else {"general.file_type": _FILE_TYPES[most]}),
             "general.quantization_version": 2,
         }
-        metadata |= tokenizer_metadata(model.origin, config, self.pre)
+        metadata |= self._tokenizer(model.origin, config)
         return StoredFiles({FILE_NAME: write_gguf(folder / FILE_NAME, metadata, contents)}, sizes)
+
+    def _tokenizer(self, origin: Path, config: PreTrainedConfig) -> dict[str, Any]:
+        """Return the tokenizer's metadata: those of the model's own GGUF file, where that is all there is."""
+        file = None if (origin / "tokenizer.json").is_file() or self.pre else find_gguf(origin)
+        if file is None:
+            return tokenizer_metadata(origin, config, self.pre)
+        return {key: value for key, value in read_gguf(file).metadata.items() if key.startswith("tokenizer.")}
 
     def notes(self, sites: Sequence[PackedSite]) -> list[str]:
         """Say what blocks cost, and how llama.cpp computes."""
@@ -133,6 +173,26 @@ def _signed_type(fmt: Format) -> str:
     highest = fmt.levels - 1
     low, high = (-int(fmt.zero_point), highest - int(fmt.zero_point)) if fmt.symmetric else (-highest, highest)
     return next((kind for kind, (least, most) in SIGNED_RANGES.items() if least <= low and high <= most), "")
+
+
+def _two_bit_form(numbers: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    """Return a weight as blocks of 2-bit codes; empty where there are none for it.
+
+    Args:
+        numbers: int16 [out, in].
+        scales: float16 [out, groups].
+    """
+    lowest, highest = int(numbers.min()), int(numbers.max())
+    if lowest < -1:  # a symmetric grid has -2 to 1: with negative scales, -1 to 2
+        lowest, highest, numbers, scales = -highest, -lowest, -numbers, -scales
+    if lowest < -1 or highest > 2:
+        return {}
+    columns = numbers.shape[1]
+    for kind, most in (("TQ2_0", 1), ("Q2_0", 2)):
+        block, group = BLOCK_TYPES[kind].elements, columns // scales.shape[1]
+        if highest <= most and not group % block:
+            return {kind: pack_two_bits(kind, numbers, scales.repeat_interleave(group // block, 1))}
+    return {}
 
 
 def _minima(fmt: Format, found: Coded) -> Tensor | None:

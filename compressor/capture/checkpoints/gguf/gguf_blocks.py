@@ -13,8 +13,12 @@ A row is a sequence of blocks of B bytes for E elements; integers and scales (``
     Q4_K  256  144  d, m, 12 bytes of scales and minima, 128 bytes       d * scale * q - m * minimum
     Q5_K  256  176  d, m, 12 bytes, 256 high bits, 128 bytes             d * scale * q - m * minimum
     Q6_K  256  210  128 bytes, 64 bytes of high bits, 16 int8 scales, d  d * scale * (q - 32)
+    TQ2_0 256  66   64 bytes of 2-bit codes, d                           d * (q - 1)
+    Q2_0  64   18   d, 16 bytes of 2-bit codes                           d * (q - 1)
+    MXFP4 32   17   exponent e (E8M0), 16 bytes of nibbles (E2M1)        2^(e - 127) * FP4
 
-A byte of nibbles holds element j and element j + 16 (Q*_0, Q*_1), or j and j + 32 of 64 (Q4_K, Q5_K).
+A byte of nibbles holds element j and element j + 16 (Q*_0, Q*_1, MXFP4), or j and j + 32 of 64 (Q4_K, Q5_K).  A byte
+of 2-bit codes holds four neighbours (Q2_0), or elements j, j + 32, j + 64 and j + 96 of 128 (TQ2_0).
 
 All products are exact in float32 (at most 24 bits); where a minimum is added, the sum is rounded once.  This is
 ggml's own arithmetic, so values are equal to its, bit for bit.
@@ -27,6 +31,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from compressor.capture.checkpoints.bit_fields import fp4_values
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,20 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return (_floats(blocks, 208)[..., None] * scales * codes).flatten(1)
 
 
+def _tq2_0(blocks: Tensor) -> Tensor:
+    codes = _bits(blocks[:, :64].reshape(-1, 2, 32), 2, 4).flatten(1)
+    return _floats(blocks, 64) * (codes.float() - 1)
+
+
+def _q2_0(blocks: Tensor) -> Tensor:
+    return _floats(blocks, 0) * (_bits(blocks[:, 2:, None], 2, 4).flatten(1).float() - 1)
+
+
+def _mxfp4(blocks: Tensor) -> Tensor:
+    exponents = blocks[:, :1].to(torch.int32) - 127  # 255 is not special in ggml
+    return torch.ldexp(fp4_values(_nibbles(blocks, 1)).double(), exponents).float()
+
+
 BLOCK_TYPES = {
     "Q4_0": BlockType(32, 18, _q4_0),
     "Q4_1": BlockType(32, 20, _q4_1),
@@ -141,6 +161,9 @@ BLOCK_TYPES = {
     "Q4_K": BlockType(256, 144, _q4_k),
     "Q5_K": BlockType(256, 176, _q5_k),
     "Q6_K": BlockType(256, 210, _q6_k),
+    "TQ2_0": BlockType(256, 66, _tq2_0),
+    "Q2_0": BlockType(64, 18, _q2_0),
+    "MXFP4": BlockType(32, 17, _mxfp4),
 }
 
 
@@ -148,6 +171,32 @@ BLOCK = 32
 """Weights that share a scale in the types that :func:`pack_blocks` knows."""
 SIGNED_RANGES = {"Q4_0": (-8, 7), "Q5_0": (-16, 15), "Q8_0": (-128, 127)}
 """Whole numbers that are multiplied by a block's scale, the fewest bytes first."""
+
+
+def pack_two_bits(kind: str, numbers: Tensor, scales: Tensor) -> Tensor:
+    """Pack rows of whole numbers, -1 to 2, into ``Q2_0``, or -1 to 1 into ``TQ2_0``.
+
+    Args:
+        numbers: int16 [out, in].
+        scales: float16 [out, in / elements of a block].
+    Returns:
+        uint8 [out, bytes of a row].
+    """
+    rows, codes = len(numbers), (numbers + 1).to(torch.uint8)
+    parts = [scales.contiguous().view(torch.uint8).view(rows, -1, 2)]
+    if kind == "TQ2_0":
+        fields = codes.view(rows, -1, 2, 4, 32).movedim(3, 0)
+        parts.insert(0, (fields[0] | fields[1] << 2 | fields[2] << 4 | fields[3] << 6).flatten(2))
+    else:
+        fields = codes.view(rows, -1, 16, 4).movedim(3, 0)
+        parts.append(fields[0] | fields[1] << 2 | fields[2] << 4 | fields[3] << 6)
+    return torch.cat(parts, -1).view(rows, -1)
+
+
+def pack_mxfp4(codes: Tensor, exponents: Tensor) -> Tensor:
+    """Pack rows of FP4 codes (E2M1), uint8 [out, in], with E8M0 exponents, uint8 [out, in / 32], into ``MXFP4``."""
+    rows, halves = len(codes), codes.view(len(codes), -1, 2, BLOCK // 2)
+    return torch.cat((exponents[..., None], halves[:, :, 0] | halves[:, :, 1] << 4), -1).view(rows, -1)
 
 
 def pack_blocks(kind: str, numbers: Tensor, scales: Tensor, minima: Tensor | None = None) -> Tensor:

@@ -210,7 +210,8 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Gg
     """Write a file of version 3; one tensor at a time is in memory.
 
     Args:
-        metadata: texts, whole numbers (u32), floats (f32), truth values, and lists of texts or whole numbers (i32).
+        metadata: texts, whole numbers (u32), floats (f32), truth values, and lists of one of these, of
+            whole numbers as i32.
     Returns:
         SHA-256 of the file in hexadecimal, of what was written around holes.
     """
@@ -254,6 +255,7 @@ def _valued(value: Any) -> bytes:
     if isinstance(value, list):
         if not value or isinstance(value[0], str):
             return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_text, value))
-        return struct.pack(f"<IIQ{len(value)}i", _ARRAY, _INT32, len(value), *value)
+        element, code = (_FLOAT32, "f") if isinstance(value[0], float) else (_INT32, "i")
+        return struct.pack(f"<IIQ{len(value)}{code}", _ARRAY, element, len(value), *value)
     kind = _BOOL if isinstance(value, bool) else _FLOAT32 if isinstance(value, float) else _UINT32
     return struct.pack(f"<I{_SCALARS[kind]}", kind, value)

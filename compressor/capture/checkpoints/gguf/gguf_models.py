@@ -125,7 +125,9 @@ def gguf_model(path: Path, weights: bool) -> tuple[dict[str, Any], WeightSource]
         for key, tensor in file.tensors.items()
         if tensor.type in BLOCK_TYPES or head_count(key) is not None
     )
-    return config, WeightSource(str(path), frozenset(stored), read, dict.fromkeys(stored, path), unpacked_bytes)
+    blocks = [wanted for wanted, key in stored.items() if file.tensors[key].type in BLOCK_TYPES]
+    files, quantized = dict.fromkeys(stored, path), dict.fromkeys(blocks, path)
+    return config, WeightSource(str(path), frozenset(stored), read, files, unpacked_bytes, quantized=quantized)
 
 
 def read_tensor(file: GgufFile, name: str, rows: Tensor | None = None) -> Tensor:

@@ -35,7 +35,7 @@ def test_types_without_minima_are_exact(kind: str) -> None:
     assert np.array_equal(dequantized(kind, raw).astype(np.float64), expected)
 
 
-@pytest.mark.parametrize("kind", BLOCK_TYPES)
+@pytest.mark.parametrize("kind", sorted(BLOCK_TYPES.keys() - {"Q2_0"}))  # which gguf 0.19 does not know
 def test_values_are_those_of_the_official_package(kind: str) -> None:
     gguf = pytest.importorskip("gguf")
     number = gguf.GGMLQuantizationType[kind]

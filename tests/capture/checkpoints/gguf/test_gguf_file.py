@@ -94,7 +94,7 @@ def head(name: str, shape: tuple[int, ...], number: int, offset: int = 0) -> byt
             header(tensors=head("t", (32,), 20), counts=(1, 0)),
             "'t' has the type IQ4_NL, which is not read; read are F32",
         ),
-        (header(tensors=head("t", (64,), 42), counts=(1, 0)), "'t' has the type Q2_0"),
+        (header(tensors=head("t", (128,), 41), counts=(1, 0)), "'t' has the type Q1_0"),
         (header(tensors=head("t", (64,), 142), counts=(1, 0)), "'t' has the type number 142"),
     ],
 )
