@@ -129,10 +129,8 @@ class Emitter:
         return self._cast(self.values[value], value, like)
 
     def _cast(self, name: str, value: Node, like: Any) -> str:
-        known = value.meta.get("val")
+        known = held_tensor(self.graph, str(value.target)) if value.op == "get_attr" else value.meta["val"]
         if like is None or (isinstance(known, Tensor) and known.dtype == like.dtype):
-            return name
-        if value.op == "get_attr" and held_tensor(self.graph, str(value.target)).dtype == like.dtype:
             return name
         return self.cast(name, like.dtype)
 

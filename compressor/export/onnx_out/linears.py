@@ -80,7 +80,8 @@ def _integers(e: Emitter, node: Node, x: Node, packed: PackedWeight) -> str:
     if key not in e.memo:
         e.memo[key] = e.cast(steps, torch.int8)
     sums = e.cast(e.add("MatMulInteger", e.memo[key], codes), torch.float32)
-    return e.add("Mul", sums, e.add("Mul", scale, scales))
+    # One after the other: ONNX Runtime 1.32 takes the product of both for a scale of the tensor's, and fuses it wrongly.
+    return e.add("Mul", e.add("Mul", sums, scales), scale)
 
 
 def _convolves(e: Emitter, node: Node, x: Node) -> bool:
