@@ -56,7 +56,11 @@ class Onnx(Export):
         found: dict[str, PackedSite] = {}
         for node in graph.graph.nodes:
             name = getattr(node.target, "name", str)()
-            if name not in ("compressor::packed_linear", "compressor::packed_depthwise", "compressor::packed_embedding"):
+            if name not in (
+                "compressor::packed_linear",
+                "compressor::packed_depthwise",
+                "compressor::packed_embedding",
+            ):
                 continue
             base, table = base_name(node), name.endswith("embedding")
             if base not in found or table:
@@ -101,8 +105,10 @@ class Onnx(Export):
             if stored_bits(fmt) > fmt.bits
         ]
         if any(fmt.activations is not None and fmt.activations.granularity != "tensor" for fmt in formats):
-            found.append("a scale for each token is computed by operators of its own, and a convolution reads slices of "
-                         "its images; formats with _STATIC have stored scales, and Conv")  # fmt: skip
+            found.append(
+                "a scale for each token takes operators of its own, and a convolution reads slices of its images; "
+                "formats with _STATIC have stored scales, and Conv"
+            )
         if self.rounds:
             found.append("accuracy_level 4: ONNX Runtime rounds activations to 8 bits where the bundle does not")
         return found

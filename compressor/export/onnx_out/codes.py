@@ -1,7 +1,7 @@
 """Lay packed weights out as ONNX's operators read them.
 
 operator                  codes                                      scales             zero points
-MatMulNBits               uint8 [out, blocks, block * bits / 8]      float [out, blocks]  uint8 [out, ceil(blocks * bits / 8)]
+MatMulNBits               uint8 [out, blocks, block * bits / 8]      float [out, blocks]  uint8, in bytes as codes
 GatherBlockQuantized      uint8 [rows, width * bits / 8]             float [rows, blocks] likewise
 DequantizeLinear          int4, int8 (or unsigned) [in, out]         float [blocks, out]  as the codes, [blocks, out]
 

@@ -3,7 +3,7 @@
 packed_linear, float activations        MatMulNBits, or DequantizeLinear -> MatMul
 packed_linear, stored scale             QuantizeLinear -> DequantizeLinear -> MatMul, by DequantizeLinear of int8
 packed_linear, a scale for each token   MatMulInteger of int8, times both scales
-patches -> linear                       Conv, where its inputs need not be rounded row by row; otherwise slices -> linear
+patches -> linear                       Conv, unless inputs are rounded row by row; then slices -> linear
 packed_embedding                        GatherBlockQuantized, or Gather -> DequantizeLinear
 """
 
@@ -80,7 +80,7 @@ def _integers(e: Emitter, node: Node, x: Node, packed: PackedWeight) -> str:
     if key not in e.memo:
         e.memo[key] = e.cast(steps, torch.int8)
     sums = e.cast(e.add("MatMulInteger", e.memo[key], codes), torch.float32)
-    # One after the other: ONNX Runtime 1.32 takes the product of both for a scale of the tensor's, and fuses it wrongly.
+    # One by one: ONNX Runtime 1.32 takes the product of both scales for one of the whole tensor, and fuses wrongly.
     return e.add("Mul", e.add("Mul", sums, scales), scale)
 
 

@@ -1,4 +1,4 @@
-"""Write a compressed graph as a folder with ``model.onnx``: names of inputs and results, checks before a weight is read.
+"""Write a compressed graph as a folder with ``model.onnx``, and name its inputs and results.
 
 decoder   input_ids, past_key_values.N.key and .value   ->   logits, present.N.key and .value
 encoder   input_ids, attention_mask                     ->   last_hidden_state

@@ -6,16 +6,13 @@ import importlib
 import operator
 import pkgutil
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from torch._ops import OpOverload
 from torch.fx import Node
 
 from compressor.errors import UsageError
 from compressor.graph.provenance import describe
-
-if TYPE_CHECKING:
-    from compressor.export.onnx_out.emitter import Emitter
 
 Rule: TypeAlias = Callable[..., "str | None"]
 """(emitter, node, the operator's arguments in the order of its schema) -> name of the result's tensor.

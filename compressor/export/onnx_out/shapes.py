@@ -215,7 +215,7 @@ def pool(e: Emitter, node: Node, x: Node, kernel: Any, stride: Any = (), padding
     pads = two(padding)
     common: dict[str, Any] = {"kernel_shape": two(kernel), "strides": two(stride or kernel), "pads": pads + pads}
     if "max" in str(node.target):
-        dilation, ceil = (*more, 1, False)[: 2] if len(more) < 2 else more[:2]
+        dilation, ceil = (*more, 1, False)[:2] if len(more) < 2 else more[:2]
         return e.add("MaxPool", e.of(x), dilations=two(dilation), ceil_mode=int(ceil), **common)
     ceil, counts, divisor = (*more, False, True, None)[:3] if len(more) < 3 else more[:3]
     if divisor is not None:
