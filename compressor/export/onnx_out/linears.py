@@ -42,7 +42,8 @@ _FLOAT = torch.empty(0, device="meta")
 def linear(e: Emitter, node: Node, x: Node, weight: Any, bias: Node | None, *_: Any) -> str | None:
     """Emit a linear, dense or packed."""
     if _convolves(e, node, x):
-        return _convolution(e, node, x, bias)
+        _convolution(e, node, x, bias)
+        return None
     packed = _packed(e, node)
     if packed is None:
         y = e.add("MatMul", e.of(x), _float_weight(e, node))
@@ -96,9 +97,8 @@ def _convolves(e: Emitter, node: Node, x: Node) -> bool:
 
 
 def _convolution(e: Emitter, node: Node, x: Node, bias: Node | None, depthwise: bool = False) -> None:
-    images, kernel, stride, padding, dilation = (
-        x.args if operator_name(x) == "compressor::patches" else (x, [1, 1], [1, 1], [0, 0], [1, 1])
-    )
+    read: Any = x.args if operator_name(x) == "compressor::patches" else (x, [1, 1], [1, 1], [0, 0], [1, 1])
+    images, kernel, stride, padding, dilation = read
     size = (int(kernel[0]), int(kernel[1]))
     given, packed = _first(e, images), _packed(e, node)
     rows = int(node.meta["val"].shape[-1])
@@ -154,7 +154,8 @@ def patches(e: Emitter, node: Node, x: Node, kernel: Any, stride: Any, padding: 
 def depthwise(e: Emitter, node: Node, x: Node, weight: Any, bias: Node | None, *_: Any) -> str | None:
     """Emit a convolution whose outputs read a channel each."""
     if _convolves(e, node, x):
-        return _convolution(e, node, x, bias, depthwise=True)
+        _convolution(e, node, x, bias, depthwise=True)
+        return None
     packed = _packed(e, node)
     given = e.of(x) if packed is None else rounded(e, node, e.of(x), packed, x)
     if packed is None:

@@ -146,6 +146,16 @@ def split(e: Emitter, node: Node, x: Node, _: Any, axis: int = 0) -> None:
     e.values[node] = parts[0]
 
 
+@rule("aten::unbind")
+def unbind(e: Emitter, node: Node, x: Node, axis: int = 0) -> None:
+    """Emit each place along a dimension, which goes."""
+    chosen = axis % x.meta["val"].dim()
+    name = e.of(x)
+    parts = [e.add("Gather", name, e.constant(place), axis=chosen) for place in range(len(node.meta["val"]))]
+    e.memo["results", node] = parts
+    e.values[node] = parts[0]
+
+
 @rule("aten::index")
 def index(e: Emitter, node: Node, x: Node, places: Any) -> str:
     """Emit the chosen places along one dimension."""

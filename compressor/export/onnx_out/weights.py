@@ -103,7 +103,7 @@ def row_scaled(e: Emitter, node: Node, packed: PackedWeight, kernel: tuple[int, 
         kernel: of a convolution, whose codes become [out, in, *kernel]; otherwise they are [in, out].
     """
     base, (rows, columns) = base_name(node), packed.shape
-    shape = (columns, rows)
+    shape: tuple[int, ...] = (columns, rows)
     if kernel:
         shape = (rows, columns // (kernel[0] * kernel[1]), *kernel)
     codes = e.tensor(f"{base}.codes", "INT8", shape, lambda: as_array(placed(signed(packed), kernel)))
