@@ -32,6 +32,8 @@ CASES = (
     ("gptq", ("version=2",), ("W3A16_ASYM_G128",)),
     ("awq", (), ("W4A16_ASYM_G128",)),
     ("gguf", (), ("W4A16_G128", "W4A16_ASYM_G128", MIXED, "W4A8_G128")),
+    ("onnx", (), ("W4A16_G128", "W3A16_ASYM_G128", "W8A8", MIXED, "LUT4_G128")),
+    ("onnx", ("operators=standard",), ("W4A16_G128",)),
     ("safetensors", (), ("LUT4_G128",)),
 )
 HEADINGS = ("model", "export", "format", "bits a weight", "folder, kB", "outputs differ by", "greedy tokens equal")
@@ -51,7 +53,7 @@ def compressed(dense: GraphModule, scheme: str, table: bool) -> GraphModule:
 def exported(dense: GraphModule, name: str, options: tuple[str, ...], scheme: str) -> Exported | str:
     """Export, or say why not."""
     export = make_export(name, options)
-    graph = compressed(dense, scheme, name == "safetensors")
+    graph = compressed(dense, scheme, name in ("onnx", "safetensors"))
     try:
         form = export.plan(graph)
     except UsageError as error:
@@ -84,7 +86,9 @@ def main() -> None:
     parser.add_argument("models", nargs="+", type=Path)
     parser.add_argument("--only", default="", help="part of the export's name, its options and the format")
     asked = parser.parse_args()
-    programs = ", ".join(f"{name} {version(name)}" for name in ("transformers", "compressed-tensors", "gguf"))
+    programs = ", ".join(
+        f"{name} {version(name)}" for name in ("transformers", "compressed-tensors", "gguf", "onnxruntime")
+    )
     print(f"# Exports\n\nMade by `benchmarks/exports.py`, on x86-64. Client: {programs}.\n")
     print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}")
     for model in asked.models:

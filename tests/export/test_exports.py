@@ -315,16 +315,20 @@ def test_a_client_that_is_missing_is_said(model: Path, tmp_path: Path, monkeypat
 
 def test_a_recipe_exports_beside_its_bundle(model: Path, tmp_path: Path) -> None:
     _has_client()
+    if find_spec("onnxruntime") is None:
+        skip_or_fail("onnxruntime is not installed")
     data = {"model": str(model), "passes": [{"rtn": {"scheme": "W4A16_G32", "ignore": ["lm_head"]}}], "target": "null"}
     exports = [{"to": "compressed-tensors", "check": True}, {"to": "gptq", "version": 2, "check": False}]
+    exports += [{"to": "onnx", "check": True}]
     recipe = Recipe.from_dict({**data, "tune": "off", "exports": exports})
     assert "exports" not in recipe.resolved()
     outcome = run_recipe(recipe, tmp_path / "b")
-    first, second = outcome.exports
-    assert first["checked"]["equal_tokens"] == first["checked"]["tokens"] == 32
-    assert first["checked"]["difference"] <= 1e-4 * first["checked"]["largest"]
+    first, second, third = outcome.exports
+    for checked in (first["checked"], third["checked"]):
+        assert checked["equal_tokens"] == checked["tokens"] == 32
+        assert checked["difference"] <= 1e-4 * checked["largest"]
     assert second["export"] == str(tmp_path / "b-gptq") and (tmp_path / "b-gptq/config.json").is_file()
-    assert sorted(place.name for place in tmp_path.iterdir()) == ["b", "b-compressed-tensors", "b-gptq"]
+    assert sorted(place.name for place in tmp_path.iterdir()) == ["b", "b-compressed-tensors", "b-gptq", "b-onnx"]
 
 
 @pytest.mark.parametrize(

@@ -84,12 +84,12 @@ class Refit:
         Raises:
             UsageError: it is neither a format of weights alone nor a type of the layout.
         """
-        if (kind := next((kind for kind in export.kinds if kind.lower() == name.lower()), None)) is not None:
+        if (kind := next((kind for kind in export.types if kind.lower() == name.lower()), None)) is not None:
             return cls(kind, None)
         try:
             fmt = Format.parse(name)
         except UsageError as error:
-            types = f"; {export.title} itself has {', '.join(export.kinds)}" if export.kinds else ""
+            types = f"; {export.title} itself has {', '.join(export.types)}" if export.types else ""
             raise UsageError(f"--refit: {error}{types}") from error
         if fmt.activations is not None or fmt.extras:
             raise UsageError(f"--refit: {fmt.name} is more than codes of weights; name one such as W4A16_G64")

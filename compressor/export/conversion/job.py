@@ -15,7 +15,8 @@ from torch.fx import GraphModule
 
 from compressor.data.text import load_evaluation
 from compressor.errors import UsageError
-from compressor.evaluate.quality import EvalResult, GraphLogits, measure_quality
+from compressor.evaluate.fidelity.result import EvalResult
+from compressor.evaluate.quality import GraphLogits, measure_quality
 from compressor.export.conversion.choice import (
     Chosen,
     Place,
@@ -27,7 +28,7 @@ from compressor.export.conversion.choice import (
     put,
 )
 from compressor.export.conversion.original import Original, check_original, open_original
-from compressor.export.exchange.export import Export, ExportForm
+from compressor.export.exchange.export import Export, FolderExport, Form
 from compressor.export.exchange.job import Exported, export_graph
 from compressor.export.publish import check_apart, publishing
 from compressor.graph.model import ModelInfo, clone_graph
@@ -149,14 +150,14 @@ def _choose(
     if wrong:
         told = "\n".join(f"{name}: {why}" for name, why in list(wrong.items())[:_SHOWN])
         more = f" (and {len(wrong) - _SHOWN} more weights)" if len(wrong) > _SHOWN else ""
-        names = ", ".join(("W4A16_G64", *export.kinds))
+        names = ", ".join(("W4A16_G64", *export.types))
         raise UsageError(f"{told}{more}; choose another layout, or let such weights lose: --refit {names}, ...")
     return found
 
 
 def _planned(
     original: Original, listed: Sequence[Place], export: Export, chosen: dict[str, Chosen]
-) -> tuple[GraphModule, ExportForm, dict[str, Chosen]]:
+) -> tuple[GraphModule, Form, dict[str, Chosen]]:
     """Plan the new folder; where a layout has one format for all, take the smallest that holds every weight.
 
     Raises:
@@ -173,13 +174,14 @@ def _planned(
 
 def _plan(
     original: Original, listed: Sequence[Place], export: Export, chosen: Mapping[str, Chosen]
-) -> tuple[GraphModule, ExportForm]:
+) -> tuple[GraphModule, Form]:
     graph = clone_graph(original.graph)
     for place in listed:
         put(graph, place, chosen[place.site.parameter])
     graph.recompile()
     fitted = {name: one.parts for name, one in chosen.items() if one.parts is not None}
-    return graph, replace(export.plan(graph), fitted=fitted)
+    form = export.plan(graph)
+    return graph, replace(form, fitted=fitted) if isinstance(form, FolderExport) else form
 
 
 def _in_one_format(original: Original, listed: Sequence[Place], export: Export) -> dict[str, Chosen] | None:

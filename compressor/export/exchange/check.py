@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 
 from compressor.data.tokenizer import load_tokenizer
 from compressor.errors import UsageError, VerificationError
@@ -20,8 +22,8 @@ from compressor.graph.model import ModelInfo
 from compressor.host.child import Child
 from compressor.host.resources import resource
 
-Reference = Callable[[NDArray[np.int64]], NDArray[np.float32]]
-"""ids int64 [1, S] -> logits or hidden states float32 [S, V]."""
+Reference = Callable[..., NDArray[np.float32]]
+"""ids int64 [1, S] -> logits or hidden states float32 [S, V]; of a plain module, its inputs -> its first output."""
 
 TOKENS = 64
 _PROMPT = 64
@@ -59,14 +61,20 @@ class Checked:
 
 def why_unchecked(export: Export, info: ModelInfo) -> str:
     """Say why the client cannot check an export here; empty if it can."""
-    if info.kind not in ("decoder", "encoder"):
-        return f"not checked: the check knows decoders and encoders, and this is of the kind {info.kind}"
+    if info.kind not in export.kinds:
+        return f"not checked: the check knows {' and '.join(export.kinds)}, and this is of the kind {info.kind}"
     missing = [name for name in export.packages if find_spec(name.replace("-", "_")) is None]
     return f"not checked: pip install {' '.join(missing)}" if missing else ""
 
 
 def check_export(
-    folder: Path, export: Export, loading: Loading, info: ModelInfo, reference: Reference, rounds: bool
+    folder: Path,
+    export: Export,
+    loading: Loading,
+    info: ModelInfo,
+    reference: Reference,
+    rounds: bool,
+    inputs: Sequence[NDArray[np.float32]] = (),
 ) -> Checked:
     """Load a folder in the client's own process and compare.
 
@@ -74,21 +82,26 @@ def check_export(
         loading: how the client is to load it.
         reference: outputs of the compressed model.
         rounds: the model rounds activations, so that equal outputs are not to be expected.
+        inputs: of a plain module.
     Raises:
         VerificationError: the client does not load it, or computes something else.
     """
-    prompt, new = _prompt(folder, info)
+    prompt, new = _prompt(folder, info) if info.kind != "module" else ([], 0)
     new = new if info.kind == "decoder" else 0
     arguments = [str(folder.absolute()), json.dumps(asdict(loading)), info.kind]
     with Child(f"{folder}: check", export.client, arguments) as child:
         if wrong := child.loaded["wrong"]:
             raise VerificationError(f"{folder}: the client has other names than the folder: {json.dumps(wrong)[:300]}")
-        answer = child.ask(json.dumps({"ids": prompt, "new": new}))
+        shapes = [array.shape for array in inputs]
+        answer = child.ask(
+            json.dumps({"shapes": shapes} if inputs else {"ids": prompt, "new": new}),
+            b"".join(array.tobytes() for array in inputs),
+        )
         size = int(np.prod(answer["shape"])) * 4
         outputs = np.frombuffer(child.receive(size), np.float32).reshape(answer["shape"])
         programs = tuple(child.loaded["programs"])
     tokens = answer["tokens"]
-    wanted = reference(np.array([prompt + tokens], np.int64))
+    wanted = reference(*inputs) if inputs else reference(np.array([prompt + tokens], np.int64))
     difference, largest = float(np.abs(outputs - wanted).max()), float(np.abs(wanted).max())
     chosen = wanted[len(prompt) - 1 : len(prompt) - 1 + len(tokens)].argmax(-1) if tokens else np.array(tokens)
     unequal = np.flatnonzero(chosen != np.array(tokens, np.int64))
@@ -105,8 +118,27 @@ def _tolerance(loading: Loading, rounds: bool) -> float:
     return max(TOLERANCES[loading.dtype], _DEQUANTIZED if loading.dequantize else 0.0)
 
 
-def graph_reference(graph: Any) -> Reference:
+def random_inputs(graph: GraphModule) -> list[NDArray[np.float32]]:
+    """Return normally distributed inputs of a plain module; none of a model that reads tokens."""
+    if graph.meta["model"].kind != "module":
+        return []
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(x.shape).astype(np.float32) for x in graph.meta["inputs"][0]]
+
+
+def _outputs(graph: GraphModule) -> Reference:
+    @torch.no_grad()
+    def run(*inputs: NDArray[np.float32]) -> NDArray[np.float32]:
+        found = pytree.tree_leaves(graph(*map(torch.as_tensor, inputs)))[0]
+        return np.asarray(found)
+
+    return run
+
+
+def graph_reference(graph: GraphModule) -> Reference:
     """Return the outputs of a compressed graph, run in PyTorch by its own definition."""
+    if graph.meta["model"].kind == "module":
+        return _outputs(graph)
     if graph.meta["model"].kind == "decoder":
         logits = GraphLogits(graph)
         return lambda ids: logits(ids)[0].numpy()

@@ -67,7 +67,7 @@ def list_packed(graph: GraphModule) -> list[PackedSite]:
             continue
         if node.target not in (_LINEAR, _LOOKED_UP):
             raise UsageError(f"{describe(node)} is {node.target}, which no program's layout has: bundle only")
-        base, packed = _weight(graph, node)
+        base, packed = base_name(node), packed_weight(graph, node)
         parameter = _parameter(base, stored)
         if parameter is None:
             raise UsageError(f"{base}: {packed.format.name}: the model's folder has no such weight: bundle only")
@@ -79,15 +79,16 @@ def list_packed(graph: GraphModule) -> list[PackedSite]:
     return list(found.values())
 
 
-def _weight(graph: GraphModule, node: Node) -> tuple[str, PackedWeight]:
+def packed_weight(graph: GraphModule, node: Node) -> PackedWeight:
+    """Return the weight of a packed linear, depthwise linear or embedding."""
     args: Any = node.args
-    parts, name = args[1], args[3] if node.target is _LINEAR else args[2]
-    sizes = (args[5], args[4]) if node.target is _LINEAR else (args[3], args[4])
+    parts, name = args[1], args[2] if node.target is _LOOKED_UP else args[3]
+    sizes = (args[3], args[4]) if node.target is _LOOKED_UP else (args[5], args[4])
     held = [graph.get_parameter(part.target).detach() for part in parts]
-    return _base(node), PackedWeight.of(held, Format.parse(name), sizes)
+    return PackedWeight.of(held, Format.parse(name), sizes)
 
 
-def _base(node: Node) -> str:
+def base_name(node: Node) -> str:
     """Return the name under which the parts of a packed weight lie."""
     parts: Any = node.args[1]
     return str(parts[0].target).removesuffix(".codes").removesuffix(".lower")
@@ -115,7 +116,7 @@ def dense_form(graph: GraphModule, value: Callable[[PackedSite], Tensor]) -> Gra
     for node in list(graph.graph.nodes):
         if node.target not in (_LINEAR, _LOOKED_UP):
             continue
-        parameter = str(_parameter(_base(node), stored))
+        parameter = str(_parameter(base_name(node), stored))
         with graph.graph.inserting_before(node):
             weight_node = graph.graph.get_attr(parameter)
         weight_node.meta["val"] = graph.get_parameter(parameter)

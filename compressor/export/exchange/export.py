@@ -1,6 +1,6 @@
 """Define an export: one file of :mod:`compressor.export.foreign` each, found by name, its fields its options.
 
-    graph --plan--> ExportForm(what is written, in words)    refuses what the layout cannot hold, without a weight
+    graph --plan--> Form(what is written, in words)    refuses what the layout cannot hold, without a weight
           --write--> folder, bytes of each tensor            the folder is captured again, and is the same program
 
 A site is written dequantised only where ``dense`` names it.
@@ -88,8 +88,23 @@ class Export(ABC):
     """Module of the process that loads what was written."""
     packages: ClassVar[tuple[str, ...]] = ()
     """Packages that the client needs beside transformers."""
-    kinds: ClassVar[tuple[str, ...]] = ()
+    types: ClassVar[tuple[str, ...]] = ()
     """Types of the layout on whose grids no format of ours lies: weights are fitted to them by request."""
+    kinds: ClassVar[tuple[str, ...]] = ("decoder", "encoder")
+    """Kinds of models that the client can run."""
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the client rounds activations that the bundle does not."""
+        return False
+
+    def sites(self, graph: GraphModule) -> list[PackedSite]:
+        """List the packed weights of a graph, one for each that is stored.
+
+        Raises:
+            UsageError: an operator reads packed weights that the layout has no place for.
+        """
+        return list_packed(graph)
 
     @abstractmethod
     def why_not(self, site: PackedSite) -> str:
@@ -125,7 +140,7 @@ class Export(ABC):
         return None
 
     def fit(self, kind: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Round a weight, float32 [out, in], to one of :attr:`kinds`: what is stored, and what that stands for.
+        """Round a weight, float32 [out, in], to one of :attr:`types`: what is stored, and what that stands for.
 
         Raises:
             UsageError: a row of the weight does not divide into blocks.
@@ -148,21 +163,14 @@ class Export(ABC):
         """Say what a reader should know of the sites."""
         return []
 
-    def plan(self, graph: GraphModule, trust_remote_code: bool = False) -> ExportForm:
+    def plan(self, graph: GraphModule, trust_remote_code: bool = False) -> Form:
         """Check that a compressed graph can be written; weights are not read.
 
         Raises:
             UsageError: a site, or the model, cannot be held; the site and its format are named.
         """
-        sites = list_packed(graph)
-        kept = self._kept(sites)
-        wrong = [f"{s.module}: {s.packed.format.name}: {self.title} {why}" for s in kept if (why := self._why_not(s))]
-        if wrong:
-            more = f" (and {len(wrong) - _SHOWN} more sites)" if len(wrong) > _SHOWN else ""
-            raise UsageError(
-                "\n".join(wrong[:_SHOWN]) + f"{more}; choose another export, or have such sites written dequantised, "
-                f"in float32: --set dense={wrong[0].partition(':')[0]}"
-            )
+        kept = self._kept(self.sites(graph))
+        refuse_sites(self.title, [(site, self._why_not(site)) for site in kept])
         folder = _model_folder(graph)
         source = dense_folder(folder, weights=False).source
 
@@ -170,7 +178,7 @@ class Export(ABC):
             return torch.empty(site.packed.shape, dtype=source.read(site.stored.names[0]).dtype, device="meta")
 
         dense = dense_form(graph, hole)
-        form = ExportForm(self, plan_folder(dense, trust_remote_code), tuple(site.parameter for site in kept))
+        form = FolderExport(self, tuple(site.parameter for site in kept), plan_folder(dense, trust_remote_code))
         if why := self.why_not_model(dense, form.folder):
             raise UsageError(f"{graph.meta['model'].name}: {self.title} {why}; choose another export")
         if kept:
@@ -194,21 +202,61 @@ class Export(ABC):
         return self.why_not(site)
 
 
+def refuse_sites(title: str, reasons: Sequence[tuple[PackedSite, str]]) -> None:
+    """Refuse the sites that a layout cannot hold.
+
+    Args:
+        reasons: why not, beside each site; empty where it can.
+    Raises:
+        UsageError: there are such sites; they are named, with their formats.
+    """
+    wrong = [f"{site.module}: {site.packed.format.name}: {title} {why}" for site, why in reasons if why]
+    if wrong:
+        more = f" (and {len(wrong) - _SHOWN} more sites)" if len(wrong) > _SHOWN else ""
+        raise UsageError(
+            "\n".join(wrong[:_SHOWN]) + f"{more}; choose another export, or have such sites written dequantised, "
+            f"in float32: --set dense={wrong[0].partition(':')[0]}"
+        )
+
+
 @dataclass(frozen=True)
-class ExportForm:
-    """How a graph is written.
+class Form(ABC):
+    """How a graph is written, as a plan has found it.
 
     Attributes:
         export: the layout.
-        folder: the configuration and the names.
         packed: parameters that stay packed.
-        fitted: of dense parameters, what is stored in their place: blocks that stand for exactly their values.
     """
 
     export: Export
-    folder: FolderForm
     packed: tuple[str, ...]
+
+    @property
+    @abstractmethod
+    def words(self) -> str:
+        """Say what is written."""
+
+    @abstractmethod
+    def write(self, folder: Path, graph: GraphModule) -> Written:
+        """Write a compressed graph into an empty folder."""
+
+
+@dataclass(frozen=True)
+class FolderExport(Form):
+    """How a graph is written as a Hugging Face folder.
+
+    Attributes:
+        folder: the configuration and the names.
+        fitted: of dense parameters, what is stored in their place: blocks that stand for exactly their values.
+    """
+
+    folder: FolderForm
     fitted: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+
+    @property
+    def words(self) -> str:
+        """Say what is written."""
+        return self.export.words(self.folder)
 
     def write(self, folder: Path, graph: GraphModule) -> Written:
         """Write a compressed graph into an empty folder, read that again, and compare the two programs.

@@ -11,9 +11,9 @@ from torch.fx import GraphModule
 from compressor.errors import CompressorError, VerificationError
 from compressor.evaluate.models import BundleProcess
 from compressor.export.exchange.bundle_graph import bundle_graph
-from compressor.export.exchange.check import Checked, check_export, graph_reference, why_unchecked
-from compressor.export.exchange.dense_form import PackedSite, list_packed
-from compressor.export.exchange.export import Export, ExportForm, Written
+from compressor.export.exchange.check import Checked, check_export, graph_reference, random_inputs, why_unchecked
+from compressor.export.exchange.dense_form import PackedSite
+from compressor.export.exchange.export import Export, Form, Written
 from compressor.export.publish import check_destination, explaining_failed_writes, publishing
 from compressor.progress import Reporter, Silent
 
@@ -60,7 +60,7 @@ class Exported:
 
 def export_graph(
     graph: GraphModule,
-    form: ExportForm,
+    form: Form,
     partial: Path,
     destination: Path,
     check: bool | None = None,
@@ -78,8 +78,8 @@ def export_graph(
         ResourceError: the disk is full.
     """
     reporter, export = reporter or Silent(), form.export
-    sites = list_packed(graph)
-    reporter.note(f"{export.title}: {export.words(form.folder)}")
+    sites = export.sites(graph)
+    reporter.note(f"{export.title}: {form.words}")
     with explaining_failed_writes(destination):
         written = form.write(partial, graph)
         size = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
@@ -90,7 +90,7 @@ def export_graph(
 
 
 def _check(
-    graph: GraphModule, form: ExportForm, folder: Path, sites: list[PackedSite], check: bool | None, bundle: Path | None
+    graph: GraphModule, form: Form, folder: Path, sites: list[PackedSite], check: bool | None, bundle: Path | None
 ) -> tuple[Checked | None, str, list[str]]:
     """Ask the client; return what it found, or why it was not asked, and what the bundle's kernels make of the text."""
     if check is False:
@@ -101,9 +101,10 @@ def _check(
             raise CompressorError(why)
         return None, why, []
     packed = [site for site in sites if site.parameter in form.packed]
-    rounds = any(site.packed.format.activations is not None for site in sites)
+    rounds = form.export.rounds or any(site.packed.format.activations is not None for site in sites)
     loading = form.export.loading(packed)
-    checked = check_export(folder, form.export, loading, info, graph_reference(graph), rounds)
+    inputs = random_inputs(graph)
+    checked = check_export(folder, form.export, loading, info, graph_reference(graph), rounds, inputs)
     return checked, "", [] if bundle is None else [_kernels(graph, bundle)]
 
 
@@ -116,14 +117,20 @@ def _kernels(graph: GraphModule, bundle: Path) -> str:
     import numpy as np
 
     info = graph.meta["model"]
-    ids = np.arange(32, dtype=np.int64)[None] % info.vocab_size
-    wanted = graph_reference(graph)(ids)
+    ids = np.arange(32, dtype=np.int64)[None] % max(1, info.vocab_size)
+    images = random_inputs(graph)
+    wanted = graph_reference(graph)(*images or [ids])
     try:
         with BundleProcess(bundle) as process:
-            found = process.logits(ids) if info.kind == "decoder" else process.hidden(ids, np.ones((1, 32), np.float32))
+            if images:
+                found = process.classes(images[0])
+            elif info.kind == "decoder":
+                found = process.logits(ids)[0]
+            else:
+                found = process.hidden(ids, np.ones((1, 32), np.float32))[0]
     except CompressorError as error:
         return f"the bundle's kernels do not run here ({error}): the client was compared with its graph in PyTorch"
-    difference, largest = float(np.abs(found[0] - wanted).max()), float(np.abs(wanted).max())
+    difference, largest = float(np.abs(found - wanted).max()), float(np.abs(wanted).max())
     if not difference <= _KERNELS_DIFFER * largest:
         raise VerificationError(
             f"{bundle}: its kernels compute something else than the graph that was exported (outputs differ by "

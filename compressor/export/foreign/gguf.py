@@ -71,7 +71,7 @@ class Gguf(Export):
 
     title = "gguf"
     packages = ("gguf", "accelerate")
-    kinds = K_QUANTS
+    types = K_QUANTS
 
     def why_not(self, site: PackedSite) -> str:
         """Say which part of a format, or of a module, the blocks do not have."""
