@@ -109,6 +109,12 @@ def refitted(gptq: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def test_onnx_holds_the_very_values(gptq: Path, tmp_path: Path) -> None:
+    done = convert(gptq, tmp_path / "onnx", make_export("onnx", ()), check=True).content()
+    assert (done["equal_weights"], done["refitted"]) == (done["weights"], {})
+    assert done["checked"]["equal_tokens"] == done["checked"]["tokens"] > 0
+
+
 def test_a_loss_is_told_by_weight(refitted: Path) -> None:
     content = json.loads((refitted / "content.json").read_text())
     assert content["equal_weights"] == 6 and content["refitted"].keys() == {f"{Q_PROJ}.weight"}
