@@ -41,7 +41,7 @@ _WRITTEN = {CONFIG_NAME, INDEX_NAME, _MANIFEST, *SIDE_FILES}
 
 @dataclass(frozen=True)
 class FolderForm:
-    """How a graph is written as a folder.
+    """Tell how a graph is written as a folder.
 
     Attributes:
         config: content of config.json.

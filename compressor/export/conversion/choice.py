@@ -49,7 +49,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Chosen:
-    """How a weight is stored.
+    """Tell how a weight is stored.
 
     Attributes:
         name: of its format or type; empty where it stays dense.

@@ -95,7 +95,7 @@ class Export(ABC):
 
     @property
     def rounds(self) -> bool:
-        """Whether the client rounds activations that the bundle does not."""
+        """Tell whether the client rounds activations that the bundle does not."""
         return False
 
     def sites(self, graph: GraphModule) -> list[PackedSite]:
@@ -221,7 +221,7 @@ def refuse_sites(title: str, reasons: Sequence[tuple[PackedSite, str]]) -> None:
 
 @dataclass(frozen=True)
 class Form(ABC):
-    """How a graph is written, as a plan has found it.
+    """Hold how a graph is written, as a plan has found it.
 
     Attributes:
         export: the layout.
@@ -243,7 +243,7 @@ class Form(ABC):
 
 @dataclass(frozen=True)
 class FolderExport(Form):
-    """How a graph is written as a Hugging Face folder.
+    """Write a graph as a Hugging Face folder.
 
     Attributes:
         folder: the configuration and the names.

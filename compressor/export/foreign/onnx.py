@@ -79,7 +79,7 @@ class Onnx(Export):
 
     @property
     def rounds(self) -> bool:
-        """Whether the client rounds activations that the bundle does not."""
+        """Tell whether the client rounds activations that the bundle does not."""
         return self.accuracy_level == 4
 
     def plan(self, graph: GraphModule, trust_remote_code: bool = False) -> OnnxForm:
@@ -116,7 +116,7 @@ class Onnx(Export):
 
 @dataclass(frozen=True)
 class OnnxForm(Form):
-    """How a graph is written as ONNX."""
+    """Write a graph as ONNX."""
 
     export: Onnx
     packed: tuple[str, ...]
