@@ -151,10 +151,10 @@ _HEADING = """\
 
 Made by `python benchmarks/arm_mca_peers.py`: multiply-accumulates a cycle, by llvm-mca 19, every load a hit, as in
 [arm_mca.md](arm_mca.md); evidence: modelled. Loops are those of KleidiAI (`kai_...`), XNNPACK (`qd8-...`) and llama.cpp
-(a source and a function); GCC 12 compiled with -O3 what is in C. Each is beside our kernel of the level, format and
+(a source and a function); GCC 12 compiled sources in C with -O3. Each is beside our kernel of the level, format and
 number of tokens that are most nearly the same. Instructions outside the innermost loop are not counted. Scales of
-groups of 32 are inside for our prompts, KleidiAI's prompts and all of llama.cpp; outside for one token in ours and KleidiAI's,
-and for XNNPACK, which looks better by that.
+groups of 32 are inside for our prompts, KleidiAI's prompts and all of llama.cpp. They are outside for one token in ours
+and KleidiAI's, and for XNNPACK, which looks better by that.
 
 | core | ours, tokens | rate | theirs | rate | bound of theirs | ours over theirs |
 |---|---|---|---|---|---|---|
