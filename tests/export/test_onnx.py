@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,9 +31,10 @@ from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
 from compressor.recipe.exports import make_export
 
-if find_spec("onnxruntime") is None:
-    skip_or_fail("onnxruntime is not installed: pip install 'compressor[onnxruntime]'")
-onnx = pytest.importorskip("onnx")
+for name in ("onnx", "onnxruntime"):
+    if find_spec(name) is None:
+        skip_or_fail(f"{name} is not installed: pip install 'compressor[onnxruntime]'")
+onnx = importlib.import_module("onnx")
 
 SAMPLES = random_samples(VOCAB, 16)
 Q_PROJ = "model.layers.0.self_attn.q_proj"
