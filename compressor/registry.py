@@ -15,12 +15,14 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, TypeVar
 
 from compressor.errors import CompressorError, UsageError, first_line
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -185,3 +187,21 @@ def plugins() -> Iterator[Plugin]:
     """Yield all entry points of other packages, kind by kind."""
     for registry in REGISTRIES:
         yield from registry.plugins()
+
+
+def enter(table: dict[str, T], names: Sequence[str]) -> Callable[[T], T]:
+    """Return a decorator that enters its function in a table under each of some names."""
+
+    def entered(function: T) -> T:
+        for name in names:
+            assert name not in table, name
+            table[name] = function
+        return function
+
+    return entered
+
+
+def import_files(package: str) -> None:
+    """Import all files of a package, whose functions enter themselves in its table."""
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        importlib.import_module(f"{package}.{module.name}")

@@ -84,6 +84,20 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def _one_thread() -> Iterator[None]:
+    """Let PyTorch compute on one thread: small models are quicker so, and two test workers share the processors."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+one_thread = pytest.fixture(name="one_thread")(_one_thread)  # of each test
+one_thread_throughout = pytest.fixture(name="one_thread_throughout", scope="module")(_one_thread)  # its fixtures too
+
+
 @pytest.fixture(scope="session")
 def require_adapter() -> None:
     """WebGPU from Python; without it the test is skipped, and in CI it fails."""

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner, Result
-from quantized_checkpoints import LAYOUTS
-from safetensors.torch import load_file, save_file
+from quantized_checkpoints import store_quantized
 from tiny_models import save_model
 
 from compressor.capture.capture import capture
 from compressor.cli.commands import main
 
-pytestmark = pytest.mark.usefixtures("no_speed")
+pytestmark = pytest.mark.usefixtures("no_speed", "one_thread")
 
 RECIPE = """model: model
 evaluation: {text: text.txt, tokens: 96}
@@ -25,14 +22,6 @@ passes: [rtn: {scheme: W4A16_G32, targets: Linear, ignore: [lm_head]}]
 target: "null"
 tune: "off"
 """
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "text.txt").write_text(text, encoding="utf-8")
     (root / "recipe.yaml").write_text(RECIPE)
     model = save_model(root / "model", text)
-    pack, quantization = LAYOUTS["gptq"]
-    rng, stored = np.random.default_rng(0), load_file(model / "model.safetensors")
-    for name in [name for name in stored if name.endswith("_proj.weight")]:
-        packed, _ = pack(rng, *stored.pop(name).shape)
-        stored |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in packed.items()}
-    save_file(stored, model / "model.safetensors", {"format": "pt"})
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    store_quantized(model, "gptq")
     return root
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from click.testing import CliRunner, Result
 from families import DECODERS, save
 from missing import skip_or_fail
 from numpy.typing import NDArray
-from quantized_checkpoints import LAYOUTS
+from quantized_checkpoints import store_quantized
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, pre_tokenizers
 
@@ -35,12 +34,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
 SIZES = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 97}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread_throughout")
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +44,7 @@ def gptq(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cls, sizes = DECODERS["Llama"]
     save(folder, cls, {**sizes, **SIZES}, True)
     shutil.copytree(folder, folder.with_name("dense"))
-    pack, quantization = LAYOUTS["gptq"]
-    rng, stored = np.random.default_rng(0), load_file(folder / "model.safetensors")
-    for name in [name for name in stored if name.endswith("_proj.weight")]:
-        packed, _ = pack(rng, *stored.pop(name).shape)
-        stored |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in packed.items()}
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    store_quantized(folder, "gptq")
     words = Tokenizer.from_file(str(folder / "tokenizer.json"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(folder / "tokenizer.json"))

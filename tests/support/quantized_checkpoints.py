@@ -5,12 +5,15 @@ Each function returns the stored tensors of one linear by their last name, and i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 Packed: TypeAlias = tuple[dict[str, Tensor], NDArray[np.float64]]
@@ -198,3 +201,15 @@ LAYOUTS: dict[str, tuple[Callable[..., Packed], dict[str, Any]]] = {
                                    group_size=32)),
 }  # fmt: skip
 """A name -> how one linear is packed, and the quantization_config that says so."""
+
+
+def store_quantized(folder: Path, layout: str) -> None:
+    """Put random codes of a layout in the place of a saved Llama's projections."""
+    pack, quantization = LAYOUTS[layout]
+    rng, stored = np.random.default_rng(0), load_file(folder / "model.safetensors")
+    for name in [name for name in stored if name.endswith("_proj.weight")]:
+        packed, _ = pack(rng, *stored.pop(name).shape)
+        stored |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in packed.items()}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))

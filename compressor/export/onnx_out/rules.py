@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import operator
-import pkgutil
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -13,6 +11,7 @@ from torch.fx import Node
 
 from compressor.errors import UsageError
 from compressor.graph.provenance import describe
+from compressor.registry import enter, import_files
 
 Rule: TypeAlias = Callable[..., "str | None"]
 """(emitter, node, the operator's arguments in the order of its schema) -> name of the result's tensor.
@@ -32,21 +31,12 @@ _SIZES = {
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
     """Enter a rule under the names of its operators."""
-
-    def enter(definition: Rule) -> Rule:
-        for name in names:
-            assert name not in RULES, name
-            RULES[name] = definition
-        return definition
-
-    return enter
+    return enter(RULES, names)
 
 
 def load() -> dict[str, Rule]:
     """Import all families, the files of this folder, and return the table."""
-    folder = importlib.import_module(__name__.rpartition(".")[0])
-    for module in pkgutil.iter_modules(folder.__path__):
-        importlib.import_module(f"{folder.__name__}.{module.name}")
+    import_files(__name__.rpartition(".")[0])
     return RULES
 
 

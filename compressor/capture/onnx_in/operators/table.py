@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable
 from typing import TypeAlias
 
 from compressor.capture.onnx_in.values import Call, Value
+from compressor.registry import enter, import_files
 
 Definition: TypeAlias = Callable[[Call], "Value | tuple[Value, ...]"]
 
@@ -33,19 +32,10 @@ OPERATORS: dict[str, Definition] = {}
 
 def operator(*names: str) -> Callable[[Definition], Definition]:
     """Enter a definition under the names of its operators."""
-
-    def enter(definition: Definition) -> Definition:
-        for name in names:
-            assert name not in OPERATORS, name
-            OPERATORS[name] = definition
-        return definition
-
-    return enter
+    return enter(OPERATORS, names)
 
 
 def load() -> dict[str, Definition]:
     """Import all families, the files of this folder, and return the table."""
-    folder = importlib.import_module(__name__.rpartition(".")[0])
-    for module in pkgutil.iter_modules(folder.__path__):
-        importlib.import_module(f"{folder.__name__}.{module.name}")
+    import_files(__name__.rpartition(".")[0])
     return OPERATORS
