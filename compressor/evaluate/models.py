@@ -194,8 +194,7 @@ def evaluate_path(
             measured = _evaluate_sounds(process, _speech_facts(path, facts), spec, dense, reporter)
         elif facts["kind"] == "module":
             known = _image_facts(path, facts)
-            fixed = facts["inputs"][0]["shape"][0]
-            batch = fixed if isinstance(fixed, int) else _IMAGES
+            batch = fixed if isinstance(fixed := facts["inputs"][0]["shape"][0], int) else _IMAGES
 
             def served(data: ZeroShot | None) -> Classes:
                 return process.classes if data is None else classify_by_texts(process.classes, process.texts, data)
