@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from compressor.cli.catalogue import names_of
+from compressor.cli.groups.layouts import layout_options
 from compressor.cli.invocation import (
     BUNDLE,
     BUNDLE_OR_MODEL,
@@ -240,21 +240,8 @@ def check(model: Path, as_json: bool) -> None:
 
 @click.command("export")
 @click.argument("bundle", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE))
-@click.option(
-    "--to",
-    required=True,
-    metavar="NAME",
-    help="compressed-tensors, gptq, ...: `compress list exports`.",
-    shell_complete=names_of("exports"),
-)
+@layout_options
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="New folder.")
-@click.option("--set", "options", multiple=True, metavar="KEY=VALUE", help="Option, see `compress show NAME`.")
-@click.option("--model", help="Folder or id of the model that BUNDLE was made from, in place of its recipe's.")
-@click.option(
-    "--check/--no-check",
-    default=None,
-    help="Load the folder in the program that it is for, and compare. [default: where that is installed]",
-)
 @json_option
 @reported
 def export_command(

@@ -161,7 +161,7 @@ def evaluate_path(
     Args:
         dense: folder or id of a reference model, for ``dense_perplexity``, ``kl_divergence`` and ``top1_agreement``;
             encoders need it for ``embedding_cosine`` and ``embedding_cosine_min``.
-        in_domain: text that a decoder was calibrated on, for ``overfit_gap``; others do not read it.
+        in_domain: text that a decoder was calibrated on, for ``overfit_gap``.
     Raises:
         CompressorError: the path is neither a bundle nor a model, or the text does not suit it.
     """
@@ -169,32 +169,32 @@ def evaluate_path(
     if not (path / "manifest.json").is_file():
         graph = capture(path)
         info: ModelInfo = graph.meta["model"]
+        _check_in_domain(path, in_domain, info.kind, info.hears)
         if info.kind == "module" and not info.hears:
             batch = image_batch(graph, _IMAGES)
 
             def own(data: ZeroShot | None) -> Classes:
                 return graph_classes(graph) if data is None else graph_by_texts(graph, data)
 
-            found = _evaluate_images(own, batch, info, spec, dense, reporter)
-            return found | {"weight_bytes": weight_bytes(graph)}
-        check_kind("evaluation", spec, info)
-        if info.hears:
-            found = _evaluate_sounds(listener_of(graph), info, spec, dense, reporter)
-            return found | {"weight_bytes": weight_bytes(graph)}
-        text = {"kind": info.kind, "vocab_size": info.vocab_size, "max_positions": info.max_positions}
-        computed = (whole := GraphLogits(graph)), graph_hidden(graph), graph_continued(whole)
-        measured = _evaluate(path, *computed, text, spec, dense, reporter, in_domain)
+            measured = _evaluate_images(own, batch, info, spec, dense, reporter)
+        elif info.hears:
+            measured = _evaluate_sounds(listener_of(graph), info, spec, dense, reporter)
+        else:
+            text = {"kind": info.kind, "vocab_size": info.vocab_size, "max_positions": info.max_positions}
+            computed = (whole := GraphLogits(graph)), graph_hidden(graph), graph_continued(whole)
+            measured = _evaluate(path, *computed, text, spec, dense, reporter, in_domain)
         return measured | {"weight_bytes": weight_bytes(graph)}
     manifest = read_manifest(path)
     check_files(path, manifest)
+    facts: dict[str, Any] = {**manifest["model"], "kind": manifest["kind"]}
+    hears = (facts.get("encoder_source") or {}).get("reads") == "audio"
+    _check_in_domain(path, in_domain, facts["kind"], hears)
     with BundleProcess(path, threads) as process:
-        facts: dict[str, Any] = {**manifest["model"], "kind": manifest["kind"]}
-        if (facts.get("encoder_source") or {}).get("reads") == "audio":
+        if hears:
             measured = _evaluate_sounds(process, _speech_facts(path, facts), spec, dense, reporter)
         elif facts["kind"] == "module":
             known = _image_facts(path, facts)
-            fixed = facts["inputs"][0]["shape"][0]
-            batch = fixed if isinstance(fixed, int) else _IMAGES
+            batch = fixed if isinstance(fixed := facts["inputs"][0]["shape"][0], int) else _IMAGES
 
             def served(data: ZeroShot | None) -> Classes:
                 return process.classes if data is None else classify_by_texts(process.classes, process.texts, data)
@@ -204,6 +204,11 @@ def evaluate_path(
             ours = process.logits, process.hidden, process.continued
             measured = _evaluate(path, *ours, facts, spec, dense, reporter, in_domain)
         return measured | {key: manifest[key] for key in SIZES}
+
+
+def _check_in_domain(path: Path, in_domain: EvaluationSpec | None, kind: str, hears: bool) -> None:
+    if in_domain is not None and (hears or kind in ("encoder", "module")):
+        raise UsageError(f"{path}: is not a decoder, which alone is measured on --in-domain; leave it out")
 
 
 def _evaluate(

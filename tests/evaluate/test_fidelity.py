@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner
 from tiny_models import save_model
 
@@ -27,6 +28,9 @@ DENSE = torch.randn(20, 20, generator=RANDOM)
 SEEN = torch.randint(0, 20, (40, 12), generator=RANDOM)
 OTHER = torch.randint(0, 20, (600,), generator=RANDOM)
 STEPS = [{"rtn": {"scheme": "W8A16"}}]
+BERT = transformers.BertConfig(
+    vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+)
 GATES = {"overfit_gap": "<= 0.05", "swept_kl_divergence": "<= 0.2"}
 
 
@@ -120,3 +124,9 @@ def test_eval_measures_both_of_a_model(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["eval", str(model), "--data", str(tmp_path / "other.txt"), "--tokens", "100",
                                      "--in-domain", str(tmp_path / "seen.txt")])  # fmt: skip
     assert done.exit_code == 2 and "--dense" in done.output, done.output
+
+
+def test_text_that_an_encoder_was_calibrated_on_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    transformers.BertModel(BERT).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="not a decoder, which alone is measured on --in-domain; leave it out"):
+        evaluate_path(tmp_path, EvaluationSpec(text=("absent.txt",)), in_domain=EvaluationSpec(text=("absent.txt",)))

@@ -6,20 +6,14 @@ from pathlib import Path
 
 import click
 
-from compressor.cli.catalogue import names_of
+from compressor.cli.groups.layouts import layout_options
 from compressor.cli.invocation import BUNDLE_OR_MODEL, emit, folder_with, json_option, reported
 
 
 @click.command()
 @click.argument("original", metavar="A", type=click.Path(path_type=Path), callback=folder_with(*BUNDLE_OR_MODEL))
 @click.argument("output", metavar="B", type=click.Path(path_type=Path))
-@click.option(
-    "--to",
-    required=True,
-    metavar="NAME",
-    help="gguf, compressed-tensors, ...: `compress list exports`.",
-    shell_complete=names_of("exports"),
-)
+@layout_options
 @click.option(
     "--refit",
     metavar="FORMAT",
@@ -29,13 +23,6 @@ from compressor.cli.invocation import BUNDLE_OR_MODEL, emit, folder_with, json_o
     "--text",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="A text file, on which B is compared with A: KL divergence and perplexity.",
-)
-@click.option("--set", "options", multiple=True, metavar="KEY=VALUE", help="Option, see `compress show NAME`.")
-@click.option("--model", help="Folder or id of the model that the bundle A was made from, in place of its recipe's.")
-@click.option(
-    "--check/--no-check",
-    default=None,
-    help="Load B in the program that it is for, and compare. [default: where that is installed]",
 )
 @json_option
 @reported
