@@ -2,6 +2,10 @@
 
     python benchmarks/activation_sparsity.py [--size 4096] [--turns 9] [--markdown FILE]
 
+    python benchmarks/activation_sparsity.py --rows
+
+prints the times of two to eight tokens, which read the columns that any of them leaves: CPU time, lower quartiles.
+
 One thread.  Every kernel goes through copies of its weight that together exceed the caches; kernels take turns, and a
 figure is the median of all calls of all turns.  The dense kernel has the fastest of its schedules.  The bound of a
 speed-up is that of bytes: those that the dense kernel reads over those that are left, thresholds and scales included.
@@ -32,6 +36,7 @@ from compressor.formats.packing import PackedWeight, pack, skip_inputs
 TOKENS = 128
 SHARES = (0.0, 0.3, 0.4, 0.5, 0.7, 0.9)
 COPIES_BYTES = 200_000_000
+FEW, FEW_SHARES = (1, 2, 3, 4, 8, 16), (0.0, 0.5, 0.7)
 
 
 def main() -> None:
@@ -40,7 +45,13 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--rows", action="store_true", help="two to eight tokens")
     options = parser.parse_args()
+    if options.rows:
+        print(f"| format | skipped | {' | '.join(f'{n}, µs' for n in FEW)} |\n{'|---' * (2 + len(FEW))}|")
+        for name in ("W8A16", "W4A16_G128"):
+            print("\n".join(few_rows(name, options.size, options.turns)), flush=True)
+        return
     load = os.getloadavg()[0]
     lines = [
         "# Inputs that are skipped, one token, one thread",
@@ -111,6 +122,31 @@ def prompt_rows(name: str, size: int, turns: int) -> Iterable[str]:
     yield f"| {name}_SKIP | {skipped * 1e3:.1f} | {min(plain) / skipped:.2f} |"
 
 
+def few_rows(name: str, size: int, turns: int) -> Iterable[str]:
+    """Yield a format's rows of the table of few tokens: the default dense schedule, and the layout that skips."""
+    fmt, isa, weight = Format.parse(name), X86().resolve(), random_weight(name, size)
+    schedule = packed.gemm_space(size // 16, packed.gemv_space(size // 16, fmt)[0].gemv_tiles, fmt, isa)[0]
+    dense = build(packed.packed_linear(size, size, fmt, False, isa, schedule))
+    skipping = build(skipping_linear([size], size, Format.parse(f"{name}_SKIP"), False, isa))
+    every, tokens = {-1.0: (dense, weight)}, {n: torch.randn(1, n, size) for n in FEW}
+    for share in FEW_SHARES:
+        limit = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(0.5 + share / 2))
+        every[share] = skipping, skip_inputs(weight, limit.expand(size).clone())
+    held = {share: copies_of(one) for share, (_, one) in every.items()}
+    calls = {
+        (share, n): caller_of(kernel, held[share], size, x, time.thread_time)
+        for share, (kernel, _) in every.items()
+        for n, x in tokens.items()
+    }
+    found: dict[tuple[float, int], list[float]] = {key: [] for key in calls}
+    for _ in range(turns):
+        for key, call in calls.items():
+            found[key] += call()
+    for share in every:
+        cells = " | ".join(f"{float(np.quantile(found[share, n], 0.25)) * 1e6:.0f}" for n in FEW)
+        yield f"| {name}{'_SKIP' if share >= 0 else ''} | {'dense' if share < 0 else f'{share:.0%}'} | {cells} |"
+
+
 def random_weight(name: str, size: int) -> PackedWeight:
     """Pack random codes with random scales, the same in every run."""
     fmt, rng = Format.parse(name), torch.Generator().manual_seed(0)
@@ -126,18 +162,31 @@ def build(func: tvm.tirx.PrimFunc) -> tvm.runtime.Module:
 
 def caller(kernel: tvm.runtime.Module, weight: PackedWeight, x: Tensor) -> Callable[[], list[float]]:
     """Make a function that calls the kernel once on each copy of the weight: the seconds of each call."""
-    copies = [
-        [tvm.runtime.tensor(part.numpy()) for part in weight.parts.values()]
-        for _ in range(max(2, COPIES_BYTES // weight.nbytes))
-    ]
-    given, out = tvm.runtime.tensor(x.numpy()), tvm.runtime.tensor(np.zeros((1, 1, weight.shape[0]), np.float32))
+    return caller_of(kernel, copies_of(weight), weight.shape[0], x, time.perf_counter)
+
+
+def copies_of(weight: PackedWeight) -> list[list[tvm.runtime.Tensor]]:
+    """Copy a weight so often that its copies exceed the caches."""
+    count = max(2, COPIES_BYTES // weight.nbytes)
+    return [[tvm.runtime.tensor(part.numpy()) for part in weight.parts.values()] for _ in range(count)]
+
+
+def caller_of(
+    kernel: tvm.runtime.Module,
+    copies: list[list[tvm.runtime.Tensor]],
+    rows: int,
+    x: Tensor,
+    clock: Callable[[], float],
+) -> Callable[[], list[float]]:
+    """Make a function that calls the kernel once on each of some copies of a weight of so many rows."""
+    given, out = tvm.runtime.tensor(x.numpy()), tvm.runtime.tensor(np.zeros((1, x.shape[1], rows), np.float32))
 
     def call() -> list[float]:
         found = []
         for parts in copies:
-            begin = time.perf_counter()
+            begin = clock()
             kernel(given, *parts, out)
-            found.append(time.perf_counter() - begin)
+            found.append(clock() - begin)
         return found
 
     return call

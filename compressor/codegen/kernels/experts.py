@@ -16,7 +16,7 @@ from typing import Any, cast
 import tvm
 from tvm.script import tirx as T
 
-from compressor.codegen.isa import INDEPENDENT_ROWS, Isa
+from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.codes import to_float
 from compressor.codegen.kernels.dense import add_vector
 from compressor.codegen.kernels.linear import bit_planes
@@ -172,9 +172,9 @@ def packed_routed_linear(
             side_by_side = T.meta_var(lambda number: number * schedule.gemm_tiles)
             apart = T.meta_var(lambda number: Apart(number, few_steps))
             place = T.meta_var(lambda w: Prepared([gathered], [], a, operands, halves, sums, factor, w.parts))
-            if not shape.has_few:
+            if shape.few == 0:
                 each_task(gemm_steps, side_by_side, begin, of_expert, place, many)
-            elif t <= INDEPENDENT_ROWS:
+            elif t <= shape.few:
                 each_task(few_steps, apart, begin, of_expert, place, of_few.multiply)
             else:
                 each_task(gemm_steps, side_by_side, begin, of_expert, place, many)

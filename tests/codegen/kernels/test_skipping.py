@@ -25,15 +25,15 @@ def test_skipping_linear(name: str, rows: int, columns: int, isa: Isa) -> None:
     parts, has_bias = list(packed.parts.values()), rows % 3 == 1
     bias = torch.randn(rows, generator=rng) if has_bias else None
     kernel = build(skipping_linear([rows], columns, packed.format, has_bias, isa), isa)
-    for shape in ((1, 1), (1, 2), (3, 5)):
+    for shape in ((1, 1), (1, 2), (1, 7), (3, 5)):  # alone, few by blocks of two and four, and as many as a prompt
         x = torch.randn(*shape, columns, generator=rng)
         given = (x.double(), parts, None if bias is None else bias.double())
         expected = OPS.packed_linear(*given, packed.format.name, columns, rows)
         got = run(kernel, x, *parts, bias, out=(*shape, rows))
         assert relative_error(got, expected) < CLOSE
-        for m in range(shape[1] if shape[0] > 1 else 0):  # a token has the bits that it has alone
-            alone = run(kernel, x[1:2, m : m + 1].contiguous(), *parts, bias, out=(1, 1, rows))
-            assert torch.equal(got[1:2, m : m + 1], alone)
+        for m in range(shape[1]):  # a token has the bits that it has alone
+            alone = run(kernel, x[-1:, m : m + 1].contiguous(), *parts, bias, out=(1, 1, rows))
+            assert torch.equal(got[-1:, m : m + 1], alone)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])

@@ -1,8 +1,8 @@
 """Several tokens by vector instructions: a block of them shares each code that is read and unpacked.
 
 Up to :data:`compressor.codegen.isa.INDEPENDENT_ROWS` tokens take blocks of their number (:class:`FewRows`), so that
-they take about one token's time while memory bounds it; more take the tuner's.  A token's sums are the same in every
-block.
+they take about one token's time while memory bounds it; more take the tuner's.  Where AMX multiplies integers, up to
+eight take them.  A token's sums are the same in every block.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _sums(isa: Isa) -> int:
 def blocks(body: Products, tiles: int) -> list[Block]:
     """Return the blocks of few tokens, the smallest first: as many tiles of ``tiles`` as registers have sums for."""
     each, quads = body.accumulators * TILE_ROWS // body.isa.lanes, body.fmt.chunk_columns // 4
-    is_long = quads > 2 or body.fmt.codebook
+    is_long = quads > 2 or body.fmt.codebook or (body.integer and body.isa.matrix_unit == "amx")
     found = []
     for tokens in _TOKENS_OF_LONG if is_long else _TOKENS:
         most = min(_sums(body.isa) // (tokens * each), _MOST_STATEMENTS // (tokens * quads))

@@ -48,6 +48,8 @@ class Schedule:
 
 
 _GEMM_DEFAULT = (1, 8)
+_FEW_BESIDE_TILES = 8
+"""Rows up to which unpacking codes for AMX's tiles takes longer than all of the vectors' work."""
 _EXTRAS = (Outliers, OutlierFeatures, ColumnBlocks, SingleZeros, KeptOfGroup, SkippedInputs, TwoPlanes, UpperPlane)
 """That are read, two of them by kernels of their own."""
 
@@ -161,9 +163,13 @@ class Shape:
         return cls(body, given, weights, tiles, schedule, columns, kept, is_tiled, is_final, width, round_to, step)
 
     @property
-    def has_few(self) -> bool:
-        """Tell that few rows take blocks of their own: AMX's sums of integers are those of vectors anyway."""
-        return not (self.is_tiled and self.body.integer) and not blocks.supports(self.body.isa)
+    def few(self) -> int:
+        """Rows up to which they take blocks of their own: fewer by AMX, whose sums of integers are those of vectors."""
+        if blocks.supports(self.body.isa):
+            return 0
+        if not (self.is_tiled and self.body.integer):
+            return INDEPENDENT_ROWS
+        return 0 if self.tiles.is_direct or self.tiles.blocks else _FEW_BESIDE_TILES
 
     @property
     def kind(self) -> str:
@@ -229,9 +235,9 @@ def fused_linear(
     def several(at, tokens, turned):
         for m in T.parallel(tokens):
             prepare(at, m)
-        if not shape.has_few or turns or only > 1:
+        if shape.few == 0 or turns or only > 1:
             many(at, tokens, turned)
-        elif tokens <= INDEPENDENT_ROWS:
+        elif tokens <= shape.few:
             few(at, tokens, turned)
         else:
             many(at, tokens, turned)

@@ -11,11 +11,15 @@ from tvm.script import tirx as T
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.linear.prologue import Prologue, declare_inputs, fill_rows
 from compressor.codegen.kernels.linear.weights import Weights, by_token
-from compressor.codegen.kernels.skipping.one_token import one_token
+from compressor.codegen.kernels.skipping.few_tokens import few_tokens
 from compressor.codegen.kernels.skipping.panel import Panel
 from compressor.codegen.kernels.skipping.several_tokens import several_tokens
 from compressor.formats.format import Format
 from compressor.formats.parts import panel_rows
+
+FEW, _PAIR, _BLOCK = 8, 2, 4
+"""Tokens up to which columns are listed that any of them leaves, and those that share the values of codes: more wait
+for products, and those of prompts cost less."""
 
 
 def skipping_linear(
@@ -37,9 +41,11 @@ def skipping_linear(
     panels, _, _ = fmt.parts(out_features, columns)["codes"][1]
     panel = Panel(panel_rows(out_features, fmt.bits), columns, fmt, isa)
     fill, gather, turn = fill_rows(columns, prologue), _gathering(panel), _turning(panel)
+    clear_small, gather_any = _clearing(panel), _gathering_any(panel)
     # Columns of the list at most: those of each group are filled up to whole steps.
     listed = panel.groups * -(-fmt.columns(columns) // panel.together) * panel.together
-    one, (several, shares), block = one_token(panel), several_tokens(panel), panel.block
+    one, two, few = (few_tokens(panel, *sizes) for sizes in ((1, 1), (_PAIR, _PAIR), (FEW, _BLOCK)))
+    (several, shares), block = several_tokens(panel), panel.block
 
     @T.prim_func(s_tir=True, private=True)
     def kernel() -> None:
@@ -53,13 +59,32 @@ def skipping_linear(
         weight, _ = T.meta_var(weights.of_task(T.int64(0), 1))
         if tokens == 1:
             a = T.alloc_buffer((1, columns), "float32")
-            picked = T.alloc_buffer((listed + panel.together,), "float32")
+            picked = T.alloc_buffer((1, listed + panel.together), "float32")
             index = T.alloc_buffer((listed + panel.ahead,), "int32")
             starts = T.alloc_buffer((panel.groups + 1,), "int32")
             fill(read, of_norm, T.int64(0), a, 0)
             gather(a, weight.parts["thresholds"], picked, index, starts)
             for p in T.parallel(panels):
-                one(weight, p, picked, index, starts)
+                one(weight, p, picked, index, starts, 1)
+        elif tokens <= FEW:
+            filled = T.meta_var((tokens + (_BLOCK - 1)) // _BLOCK * _BLOCK)
+            left = T.alloc_buffer((filled, columns + 1), "float32")
+            chosen = T.alloc_buffer((filled, listed), "float32")
+            index = T.alloc_buffer((listed + panel.ahead,), "int32")
+            source = T.alloc_buffer((listed + panel.together,), "int32")
+            starts = T.alloc_buffer((panel.groups + 1,), "int32")
+            for m in T.parallel(filled):
+                fill(read, of_norm, T.min(m, tokens - 1), left, m)
+                clear_small(left, weight.parts["thresholds"], m)
+            gather_any(left, index, source, starts, tokens)
+            for m in T.parallel(filled):
+                for i in range(starts[panel.groups]):
+                    chosen[m, i] = left[m, source[i]]
+            for p in T.parallel(panels):
+                if tokens <= _PAIR:
+                    two(weight, p, chosen, index, starts, tokens)
+                else:
+                    few(weight, p, chosen, index, starts, tokens)
         else:
             turned = T.alloc_buffer((blocks, columns, block), "float32")
             for m in T.parallel(blocks * block):
@@ -89,13 +114,63 @@ def _gathering(panel: Panel) -> Any:
             starts[g] = count[0]
             for k in range(T.min(size, columns - g * size)):
                 column = T.meta_var(g * size + k)
-                picked[count[0]] = a[0, column]
+                picked[0, count[0]] = a[0, column]
                 index[count[0]] = T.Cast("int32", column)
                 is_small = T.meta_var(T.abs(a[0, column]) < thresholds[column])
                 count[0] = count[0] + (1 - T.Cast("int32", is_small))
             for k in range(together - 1):
-                picked[count[0] + k] = T.float32(0)
+                picked[0, count[0] + k] = T.float32(0)
                 index[count[0] + k] = index[T.max(count[0] - 1, 0)]
+            count[0] = (count[0] + (together - 1)) // together * together
+        starts[groups] = count[0]
+        for k in range(panel.ahead):
+            index[count[0] + k] = index[k] + columns
+
+    return gather
+
+
+def _clearing(panel: Panel) -> Any:
+    """Make a macro ``clear(rows, thresholds, m)`` that makes zeros of a token's small activations, and one behind."""
+
+    @T.inline
+    def clear(rows, thresholds, m):
+        for k in range(panel.columns):
+            is_small = T.meta_var(T.abs(rows[m, k]) < thresholds[k])
+            rows[m, k] = T.Select(is_small, T.float32(0), rows[m, k])
+        rows[m, panel.columns] = T.float32(0)
+
+    return clear
+
+
+def _gathering_any(panel: Panel) -> Any:
+    """Make a macro that lists the columns which some token's activations leave, as :func:`_gathering` does of one.
+
+    ``gather(rows, index, source, starts, tokens)`` writes columns, and where their activations are: those that fill up
+    a group's list are the zeros behind the others.
+    """
+    columns, groups, together = panel.columns, panel.groups, panel.together
+    size = panel.fmt.columns(columns)
+
+    @T.inline
+    def gather(rows, index, source, starts, tokens):
+        count = T.alloc_buffer((1,), "int32")
+        is_left = T.alloc_buffer((columns,), "int32")
+        count[0] = 0
+        for k in range(columns):
+            is_left[k] = 0
+        for m in range(tokens):
+            for k in range(columns):
+                is_left[k] = T.bitwise_or(is_left[k], T.Cast("int32", rows[m, k] != T.float32(0)))  # NaN as well
+        for g in range(groups):
+            starts[g] = count[0]
+            for k in range(T.min(size, columns - g * size)):
+                column = T.meta_var(g * size + k)
+                index[count[0]] = T.Cast("int32", column)
+                source[count[0]] = T.Cast("int32", column)
+                count[0] = count[0] + is_left[column]
+            for k in range(together - 1):
+                index[count[0] + k] = index[T.max(count[0] - 1, 0)]
+                source[count[0] + k] = columns
             count[0] = (count[0] + (together - 1)) // together * together
         starts[groups] = count[0]
         for k in range(panel.ahead):
