@@ -17,6 +17,7 @@ from compressor_runtime.speculation.kinds.lookup import Lookup
 from compressor_runtime.speculation.pace import Always
 from native_runner import KINDS, POSITIONS, PROMPT, SAMPLED, Runner, figures, ids_of, refused, stated
 
+
 @pytest.mark.parametrize(("which", "kind"), KINDS)
 def test_drafts_and_texts_are_those_of_python(
     request: pytest.FixtureRequest, runner: Runner, which: str, kind: str
