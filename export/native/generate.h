@@ -4,6 +4,7 @@
 #include <fstream>
 #include <iostream>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,7 +27,7 @@ struct Drafting {
 // Prints texts in their order, a line each: of the first that goes on each token as soon as it is there.
 class Lines {
  public:
-  explicit Lines(const std::vector<Text>& texts) : texts_(texts), printed_(0) {
+  explicit Lines(const std::vector<Text>& texts) : texts_(texts) {
     for (const Text& text : texts) prompts_.push_back(text.tokens.size());
   }
 
@@ -44,9 +45,10 @@ class Lines {
  private:
   const std::vector<Text>& texts_;
   std::vector<size_t> prompts_;  // tokens of each
-  size_t place_ = 0, printed_;  // the text in turn, and how many of its tokens are printed
+  size_t place_ = 0, printed_ = 0;  // the text in turn, and how many of its tokens are printed
 };
 
+// Continues the texts of a run.
 class Generation {
  public:
   Generation(const Options& options, const Model& model, const Kernels& kernels, const Drafting& drafting)
@@ -164,8 +166,8 @@ class Generation {
 
   void draft(Session& session, const std::vector<std::vector<float>>& logits, double prompts_s) {
     speculation::Counts counts{drafting_.kind, drafting_.lossy};
-    bool draws_all = options_.draft_tokens || drafting_.lossy;
-    auto pace = draws_all ? std::make_unique<speculation::Always>() : std::make_unique<speculation::Pace>();
+    bool drafts_always = options_.draft_tokens || drafting_.lossy;
+    auto pace = drafts_always ? std::make_unique<speculation::Always>() : std::make_unique<speculation::Pace>();
     speculation::Acceptance acceptance(speculation::prior);
     speculation::Shared shared{session, size_t(model_.vocabulary), model_.subsets, *pace, acceptance};
     for (const speculation::Kind* kind : drafting_.members) {
