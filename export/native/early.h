@@ -50,7 +50,8 @@ struct Counts {
 // The steps of one text.  What tokens left undone waits in front of the next stage, until a token goes there.
 class Exits {
  public:
-  Exits(Stages stages, Facts facts) : stages_(std::move(stages)), facts_(std::move(facts)) {
+  Exits(Stages stages, Facts facts, Counts& counts)
+      : stages_(std::move(stages)), facts_(std::move(facts)), counts_(counts) {
     bounds_ = {0};
     bounds_.insert(bounds_.end(), facts_.blocks.begin(), facts_.blocks.end());
     bounds_.push_back(facts_.of);
@@ -91,8 +92,6 @@ class Exits {
     }
     return end(stream);
   }
-
-  std::string report() const { return counts_.text(facts_.of); }
 
  private:
   struct Waiting {
@@ -138,7 +137,7 @@ class Exits {
   std::vector<Waiting> waiting_;
   std::deque<double> confidences_;  // at the first exit, of the last tokens
   int64_t width_ = 0;  // of the stream
-  Counts counts_;
+  Counts& counts_;
 };
 
 }  // namespace early

@@ -160,4 +160,23 @@ inline Model read_model(const fs::path& root, const json::Object& manifest) {
   return model;
 }
 
+inline void check_ids(const Model& model, const Sizes& ids) {
+  auto [least, most] = std::minmax_element(ids.begin(), ids.end());
+  if (*least < 0 || *most >= model.vocabulary) {  // the kernels would read outside the table
+    fail(kBadRequest, "token ids from ", *least, " to ", *most, ": the model knows 0 to ", model.vocabulary - 1,
+         "; does the tokenizer belong to this model?");
+  }
+}
+
+// Of tokens behind others of a text, all together more than the model has positions.
+[[noreturn]] inline void refuse_length(const Model& model, int64_t count, int64_t others) {
+  fail(kBadRequest, count, " tokens after ", others, " others: the model ends at ", model.limit,
+       " positions; give fewer tokens");
+}
+
+inline void check_prompt(const Model& model, const Sizes& ids) {
+  check_ids(model, ids);
+  if (int64_t count = int64_t(ids.size()); count > model.limit) refuse_length(model, count, 0);
+}
+
 }  // namespace runner

@@ -141,5 +141,19 @@ def drafting_bundle(write_llama: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture
+def editable(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Path]:
+    """``editable("exit", speculate="auto")`` is a copy of that bundle, with these facts about its model."""
+
+    def copy(which: str, **facts: object) -> Path:
+        folder = tmp_path / "copy"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(request.getfixturevalue(f"{which}_bundle"), folder)
+        edit_manifest(folder, lambda manifest: manifest["model"].update(facts))
+        return folder
+
+    return copy
+
+
+@pytest.fixture
 def copy(bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(bundle, tmp_path / "copy"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,34 +15,7 @@ from compressor_runtime.speculation.counts import Speculation
 from compressor_runtime.speculation.drafts import Drafts, speculation
 from compressor_runtime.speculation.kinds.lookup import Lookup
 from compressor_runtime.speculation.pace import Always
-from native_runner import POSITIONS, PROMPT, Runner, edit_manifest, figures, ids_of, refused
-
-KINDS = [
-    *(("packed", kind) for kind in ("lookup", "recycle", "heads", "auto")),
-    *(("drafting", kind) for kind in ("planes", "self", "sparse", "auto")),
-    *(("exit", kind) for kind in ("exit", "auto")),
-]
-SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 3}
-
-
-@pytest.fixture
-def editable(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Path]:
-    """``editable("exit", speculate="auto")`` is a copy of that bundle, with these facts about its model."""
-
-    def copy(which: str, **facts: object) -> Path:
-        folder = tmp_path / "copy"
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(request.getfixturevalue(f"{which}_bundle"), folder)
-        edit_manifest(folder, lambda manifest: manifest["model"].update(facts))
-        return folder
-
-    return copy
-
-
-def stated(counts: Speculation) -> list[float]:
-    """Return Python's figures in the order of :func:`figures`."""
-    rates = [round(counts.acceptance, 2), round(counts.tokens_per_verification, 2)]
-    return [*rates, counts.verifications, counts.drafted, counts.accepted, counts.steps]
+from native_runner import KINDS, POSITIONS, PROMPT, SAMPLED, Runner, figures, ids_of, refused, stated
 
 
 @pytest.mark.parametrize(("which", "kind"), KINDS)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from compressor_runtime import PIECE_BYTES, RequestError, load, sha256
 from compressor_runtime.generation import Depth, checked_sampler
-from native_runner import POSITIONS, PROMPT, Runner, edit_manifest, refused
+from native_runner import POSITIONS, PROMPT, Runner, beside, edit_manifest, refused, texts_of
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,8 @@ def test_prompts_leave_predicted_keys_and_values(
     assert done.stdout == ",".join(map(str, expected)) + "\n"
     first = np.fromfile(tmp_path / "logits", np.float32)
     assert np.array_equal(first, read_prompt(python.session(), [PROMPT])[0, -1])
+    texts = [list(python.generate_ids(prompt, max_tokens=12)) for prompt in (PROMPT, PROMPT[::-1])]
+    assert texts_of(runner(folder, PROMPT, *beside([PROMPT[::-1]]), "--max-tokens", 12)) == texts
     edit_manifest(folder, lambda manifest: manifest["model"].update(predicts=2))
     refused(runner(folder, PROMPT), 4, "predicts")
 
@@ -107,6 +109,10 @@ def test_tokens_leave_early_as_in_python(write_llama: Callable[..., Path], runne
         assert done.stdout == ",".join(map(str, expected)) + "\n", thresholds
         assert done.stderr == f"{depth}\n"
         seen.append((reasons[0], round(depth.blocks_per_token, 2)))
+        tokens = load(folder, threads=1).continued([7], 60, checked_sampler(0.0, 0, 1.0, None), [], depth)
+        expected = list(noting(tokens, reasons))
+        both = runner(folder, PROMPT, *beside([[7]]), "--max-tokens", 60)
+        assert both.stdout == done.stdout + ",".join(map(str, expected)) + "\n" and both.stderr == f"{depth}\n"
         off = runner(folder, PROMPT, "--max-tokens", 60, "--speculate", "lookup")
         assert off.stdout == whole.stdout and "verifications" in off.stderr
     assert len(set(seen)) == 4 and [reason for reason, _ in seen] == ["length"] * 3 + ["given_up"], seen

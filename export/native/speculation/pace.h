@@ -1,5 +1,5 @@
 // Times of steps and verifications, by which drafts are made only where that is expected to pay:
-// compressor_runtime/speculation/pace.py for one text.
+// compressor_runtime/speculation/pace.py.
 #pragma once
 
 #include <chrono>
@@ -8,7 +8,7 @@
 #include <optional>
 
 #include "cost.h"
-#include "tree.h"
+#include "draft.h"
 
 namespace speculation {
 
@@ -37,21 +37,14 @@ class Times {
   double median_ = 0;
 };
 
-// A token that a draft would have a model read next.
-struct Wish {
-  size_t most;  // tokens that the text may draft
-  const std::vector<double>& chances;  // of those it has drafted, falling
-  double following;  // probability that the next one is right, given that those before it are
-};
+using Counted = std::map<Name, size_t>;  // drafted tokens of each kind
 
-using Rows = std::map<Name, size_t>;  // drafted tokens of each kind
-
-// With an account of each draft: what it has gained, less what it has cost.
+// With an account of each draft: what it has gained, less what it has cost.  One serves all texts of a process.
 class Pace {
  public:
   virtual ~Pace() = default;
 
-  void note(size_t rows, double seconds, size_t count = 1) {  // of a step, or a verification with more rows
+  void note(size_t rows, double seconds, size_t count = 1) {  // of a step, a row a text, or of a verification
     rounds_ += int64_t(count);
     elapsed_s_ += seconds * double(count);
     // Alone it would be the median, and keep this size from being tried again.
@@ -61,62 +54,75 @@ class Pace {
     size.seen = rounds_;
   }
 
-  void note_draft(Name name, double seconds) {  // in which a model drafted one token
-    Size& draft = drafts_[name];
-    draft.times.add(seconds);
-    draft.seen = rounds_;
+  void note_draft(Name name, double seconds, size_t texts) {  // in which a model drafted a token of each in one call
+    Model& model = drafts_[name];
+    model.times[texts].add(seconds);
+    model.seen = rounds_;
   }
 
-  // Whether a draft that runs a model should go on by a token.  One that was not expected to pay is tried again, with
-  // one token, after as many rounds as a size of verifications is.
-  virtual bool goes_on(Name name, size_t room, const Wish& wish) const {
-    if (!knows()) return false;
+  // Those of some drafts that should go on by a token, which one model reads in one call; all have drafted as many.
+  // Those that would not pay beside the others are left out, until all that are left do.  Drafts that were not expected
+  // to pay are tried again, with one token, after as many rounds as a size of verifications is.
+  virtual Wishes going(Name name, size_t texts, size_t room, const Wishes& wishes) const {
+    if (!knows(texts)) return {};
     auto draft = drafts_.find(name);
-    bool is_measured = draft != drafts_.end() && draft->second.times.is_known();
-    bool is_untried = !is_measured || rounds_ - draft->second.seen > kStaleRounds;
-    if (wish.chances.empty() && is_untried) return true;
-    if (!is_measured) return false;
-    Known known = fresh();
-    size_t rows = std::min(room, most_drafted(known));
-    return is_worth_drafting(
-        wish.chances, wish.following, std::min(wish.most, std::max<size_t>(1, rows)),
-        [&](size_t count) { return on_lines(known, double(count)); }, draft->second.times.median(), kMargin);
+    bool are_first = std::all_of(wishes.begin(), wishes.end(), [](auto& one) { return one.second.chances.empty(); });
+    if (are_first && (draft == drafts_.end() || is_untried(draft->second, wishes.size()))) return wishes;
+    if (draft == drafts_.end()) return {};
+    Known known = fresh(texts);
+    auto seconds = [&known](size_t rows) { return on_lines(known, double(rows)); };
+    size_t rows = std::min(room, most_drafted(known, texts));
+    Wishes going = wishes;
+    while (!going.empty()) {
+      std::optional<double> draft_s = draft->second.seconds(going.size());
+      if (!draft_s) return {};
+      Wishes paying;
+      for (const auto& [place, wish] : going) {
+        size_t most = std::min(wish.most, std::max<size_t>(1, rows / going.size()));
+        bool pays = is_worth_drafting(wish.chances, wish.following, most, texts, seconds, *draft_s, kMargin,
+                                      going.size());
+        if (pays) paying.emplace(place, wish);
+      }
+      if (paying.size() == going.size()) break;
+      going = std::move(paying);
+    }
+    return going;
   }
 
   void wait(double seconds) { elapsed_s_ += seconds; }  // for a prompt, in which no token came
 
-  bool knows() const {  // whether steps were measured
-    auto found = sizes_.find(1);
+  bool knows(size_t texts) const {  // whether steps of so many were measured
+    auto found = sizes_.find(texts);
     return found != sizes_.end() && found->second.times.is_known();
   }
 
   // Of a verification: measured, or on a line between measured sizes; beyond the largest, on that from a step through
   // it.
-  double seconds(size_t rows) const { return on_lines(fresh(), double(rows)); }
+  double seconds(size_t rows, size_t texts = 1) const { return on_lines(fresh(texts), double(rows)); }
 
   // A probability of being accepted below which no drafted token pays: a row's share of a step.
-  virtual double least_chance() const {
-    if (!knows()) return kRowGuess;
-    Known known = fresh();
+  virtual double least_chance(size_t texts) const {
+    if (!knows(texts)) return kRowGuess;
+    Known known = fresh(texts);
     double slope = known.size() > 1 ? INFINITY : 0;
     for (size_t i = 1; i < known.size(); ++i) {
-      slope = std::min(slope, (known[i].second - step()) / (known[i].first - 1));
+      slope = std::min(slope, (known[i].second - step(texts)) / (known[i].first - double(texts)));
     }
-    return std::max(kLeastChance, slope / step());
+    return std::max(kLeastChance, slope / step(texts) * double(texts));
   }
 
   // How many drafted tokens to verify, given the probability that each is accepted, falling.
-  virtual size_t choose(std::vector<double> chances) const {
-    if (chances.empty() || !knows()) return 0;
-    Known known = fresh();
-    chances.resize(std::min(chances.size(), most_drafted(known)));
-    return best_count(chances, [&](size_t rows) { return on_lines(known, double(rows)); }, kMargin);
+  virtual size_t choose(std::vector<double> chances, size_t texts) const {
+    if (chances.empty() || !knows(texts)) return 0;
+    Known known = fresh(texts);
+    chances.resize(std::min(chances.size(), most_drafted(known, texts)));
+    return best_count(chances, texts, [&](size_t rows) { return on_lines(known, double(rows)); }, kMargin);
   }
 
   // A draft's account may owe its share, of so many drafts together.
-  virtual bool may_draft(Name name, size_t drafts) const {
-    if (!knows()) return false;
-    double debt = kDebt * elapsed_s_ + kGraceSteps * step();
+  virtual bool may_draft(Name name, size_t texts, size_t drafts) const {
+    if (!knows(texts)) return false;
+    double debt = kDebt * elapsed_s_ + kGraceSteps * step(texts);
     auto found = accounts_.find(name);
     return (found == accounts_.end() ? 0 : found->second) > -debt / double(drafts);
   }
@@ -129,22 +135,24 @@ class Pace {
   }
 
   // Books a verification: each draft gains the steps that its tokens saved, and bears its rows' share of the rest.
-  void settle(double seconds, const Rows& drafted, const Rows& accepted) {
-    if (!knows()) return;
+  void settle(double seconds, size_t texts, const Counted& drafted, const Counted& accepted) {
+    if (!knows(texts)) return;
     size_t rows = sum(drafted);
-    if (seconds > kLongest * double(rows + 1) * step()) seconds = this->seconds(rows + 1);
-    double extra = seconds - step();
+    double step_s = step(texts);
+    if (seconds > kLongest * double(rows + texts) * step_s) seconds = this->seconds(rows + texts, texts);
+    double extra = seconds - step_s;
     for (const auto& [name, count] : drafted) {
       auto right = accepted.find(name);
-      double gain = double(right == accepted.end() ? 0 : right->second) * step() - extra * double(count) / double(rows);
-      accounts_[name] = std::min(accounts_[name] + gain, kMostCreditSteps * step());
+      double saved = double(right == accepted.end() ? 0 : right->second) * step_s / double(texts);
+      double gain = saved - extra * double(count) / double(rows);
+      accounts_[name] = std::min(accounts_[name] + gain, kMostCreditSteps * step_s);
     }
   }
 
-  // Books what a plain step took longer because the round before it verified these.
-  void delay(double seconds, const Rows& drafted) {
-    if (!knows() || seconds - step() > kLongest * step()) return;
-    double extra = seconds - step();
+  // Books what a plain step of one text took longer because the round before it verified these.
+  void delay(double seconds, const Counted& drafted) {
+    if (!knows(1) || seconds - step(1) > kLongest * step(1)) return;
+    double extra = seconds - step(1);
     for (const auto& [name, count] : drafted) accounts_[name] -= extra * double(count) / double(sum(drafted));
   }
 
@@ -168,18 +176,39 @@ class Pace {
     int64_t seen = 0;  // the round
   };
 
-  static size_t sum(const Rows& rows) {
+  struct Model {  // that drafts: one token of each of so many texts, in one call
+    std::map<size_t, Times> times;
+    int64_t seen = 0;  // the round when it last drafted
+
+    // Measured, or on a line between measured numbers of texts; fewer than any measured are taken to need the same
+    // time.
+    std::optional<double> seconds(size_t texts) const {
+      Known known;
+      for (const auto& [count, measured] : times) {
+        if (measured.is_known()) known.emplace_back(double(count), measured.median());
+      }
+      if (known.empty()) return std::nullopt;
+      return on_lines(known, std::max(double(texts), known[0].first));
+    }
+  };
+
+  bool is_untried(const Model& draft, size_t texts) const {
+    auto found = draft.times.find(texts);
+    return found == draft.times.end() || !found->second.is_known() || rounds_ - draft.seen > kStaleRounds;
+  }
+
+  static size_t sum(const Counted& rows) {
     size_t all = 0;
     for (const auto& [name, count] : rows) all += count;
     return all;
   }
 
-  static size_t most_drafted(const Known& known) {  // a guess far from what is measured is none
+  static size_t most_drafted(const Known& known, size_t texts) {  // a guess far from what is measured is none
     double largest = known.back().first;
-    return size_t(largest + std::max(kFirstRows, largest)) - 1;
+    return size_t(largest + std::max(kFirstRows, largest)) - texts;
   }
 
-  double step() const { return sizes_.at(1).times.median(); }
+  double step(size_t texts) const { return sizes_.at(texts).times.median(); }
 
   double shortest(double otherwise) const {
     double found = sizes_.empty() ? otherwise : INFINITY;
@@ -187,10 +216,11 @@ class Pace {
     return found;
   }
 
-  Known fresh() const {  // rows and seconds, smallest first
+  Known fresh(size_t texts) const {  // rows and seconds, smallest first, from a step's on
     Known known;
     for (const auto& [rows, size] : sizes_) {
-      if (rows == 1 || size.seen > rounds_ - kStaleRounds) known.emplace_back(double(rows), size.times.median());
+      bool counts = rows == texts || (rows > texts && size.seen > rounds_ - kStaleRounds);
+      if (counts) known.emplace_back(double(rows), size.times.median());
     }
     return known;
   }
@@ -208,7 +238,7 @@ class Pace {
   }
 
   std::map<size_t, Size> sizes_;  // by rows
-  std::map<Name, Size> drafts_;  // of models that draft: one token
+  std::map<Name, Model> drafts_;
   std::map<Name, double> accounts_;
   int64_t rounds_ = 0;
   double elapsed_s_ = 0;
@@ -217,10 +247,10 @@ class Pace {
 // Verifies every drafted token, whether it pays or not: to measure how often drafts are right, and at what cost.
 class Always : public Pace {
  public:
-  bool goes_on(Name, size_t, const Wish&) const override { return true; }
-  double least_chance() const override { return kLeastChance; }
-  size_t choose(std::vector<double> chances) const override { return chances.size(); }
-  bool may_draft(Name, size_t) const override { return true; }
+  Wishes going(Name, size_t, size_t, const Wishes& wishes) const override { return wishes; }
+  double least_chance(size_t) const override { return kLeastChance; }
+  size_t choose(std::vector<double> chances, size_t) const override { return chances.size(); }
+  bool may_draft(Name, size_t, size_t) const override { return true; }
 };
 
 }  // namespace speculation

@@ -1,4 +1,4 @@
-// One text as far as it has come, and what chooses its tokens: compressor_runtime/speculation/text.py.
+// Each of some texts as far as it has come, and what chooses its tokens: compressor_runtime/speculation/text.py.
 #pragma once
 
 #include <functional>
@@ -23,11 +23,12 @@ struct Lenience {
 };
 
 struct Text {
+  int64_t slot;  // its number
   Tokens tokens;  // its prompt, and what it has gained; the model has not read the last one
-  sampling::Sampler& sampler;
+  sampling::Sampler sampler;
   const Tokens& ends;
   int64_t left;  // at most so many further tokens; the model has room for one less
-  std::function<void(int64_t)> show;  // a token, as soon as it is there
+  std::function<void()> changed;  // called behind each token, and where it has ended
   std::vector<std::unique_ptr<Draft>> drafts = {};
   size_t most = kMostNodes;  // drafted tokens of a verification
   std::optional<Lenience> lenience = {};
@@ -44,7 +45,7 @@ struct Text {
   bool choose(const float* logits, size_t count, const Tokens& drafted = {}) {
     int64_t token = sampler.pick(logits, count);
     if (std::count(ends.begin(), ends.end(), token) != 0) {
-      is_ended = true;
+      end();
       return false;
     }
     if (lenience && std::count(drafted.begin(), drafted.end(), token) == 0) {
@@ -53,10 +54,27 @@ struct Text {
       if (near != drafted.end()) ++lenient, token = *near;
     }
     tokens.push_back(token);
-    show(token);
     is_ended = --left == 0;
+    changed();
     return true;
   }
+
+  void end() {
+    is_ended = true;
+    changed();
+  }
 };
+
+// Texts in groups that are verified together: all, but of lenient ones as many as have room for their drafts.
+inline std::vector<std::vector<Text*>> together(const std::vector<Text*>& texts, size_t most_rows) {
+  bool is_lenient = std::any_of(texts.begin(), texts.end(), [](Text* one) { return one->lenience.has_value(); });
+  size_t count = is_lenient ? std::max<size_t>(1, most_rows / (1 + kLenientNodes)) : texts.size();
+  std::vector<std::vector<Text*>> groups;
+  for (size_t begin = 0; begin < texts.size(); begin += count) {
+    auto first = texts.begin() + int64_t(begin);
+    groups.emplace_back(first, first + int64_t(std::min(count, texts.size() - begin)));
+  }
+  return groups;
+}
 
 }  // namespace speculation

@@ -2,7 +2,8 @@
 // next places (Medusa, arXiv:2401.10774): compressor_runtime/speculation/kinds/heads.py.
 #pragma once
 
-#include "../pace.h"
+#include <memory>
+
 #include "candidates.h"
 
 namespace speculation {
@@ -11,22 +12,25 @@ class Heads : public Draft {
  public:
   static constexpr const char* kName = "heads";
 
-  Heads(Target& target, Pace& pace, const Acceptance& acceptance)
-      : Draft(kName), target_(target), pace_(pace), acceptance_(acceptance) {}
+  Heads(std::shared_ptr<const Stepper> heads, int64_t slot, const Acceptance& acceptance)
+      : Draft(kName), heads_(std::move(heads)), acceptance_(acceptance), slot_(slot) {}
 
   void extend(const Tokens& text) override { last_ = text.back(); }
 
-  Tree propose(const Room& room) override {
-    std::vector<double> none;
-    if (!pace_.goes_on(name, room.rows, {room.nodes, none, acceptance_.chance(source(1, 0))})) return {};
-    auto begin = Clock::now();
+  void begin(const Room& room) override { room_.emplace(room); }
+
+  std::optional<Wish> wish() const override {
+    if (!room_) return std::nullopt;
+    return Wish{heads_.get(), slot_, last_, 0, room_->nodes, {}, acceptance_.chance(source(1, 0))};
+  }
+
+  void read(const float* logits, size_t each, size_t width) override {
     std::vector<Tokens> found;
-    for (const Logits& head : target_.heads(last_)) found.push_back(top_candidates(head.data(), head.size()));
-    if (found.empty()) return {};  // behind a prompt, and behind plain steps, no hidden state is kept
+    for (size_t head = 0; head < each; ++head) found.push_back(top_candidates(logits + head * width, width));
     auto candidates = [&found](int64_t, size_t depth) { return depth <= found.size() ? found[depth - 1] : Tokens(); };
-    Tree tree = BestFirst::tree(room, acceptance_, source, candidates, last_);
-    pace_.note_draft(name, since(begin) / double(found.size()));
-    return tree;
+    // Behind a prompt, and behind plain steps, no hidden state is kept.
+    if (each != 0) tree_ = BestFirst::tree(*room_, acceptance_, source, candidates, last_);
+    room_.reset();
   }
 
   static double prior(const Source& source) { return candidate_prior(source.second); }
@@ -34,10 +38,10 @@ class Heads : public Draft {
  private:
   static Source source(size_t depth, size_t rank) { return {kName, depth, rank}; }
 
-  Target& target_;
-  Pace& pace_;
+  std::shared_ptr<const Stepper> heads_;
   const Acceptance& acceptance_;
-  int64_t last_ = kRoot;
+  int64_t slot_, last_ = kRoot;  // the text, and its last token
+  std::optional<Room> room_;  // of a draft that has begun
 };
 
 }  // namespace speculation

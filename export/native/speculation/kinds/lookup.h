@@ -29,21 +29,19 @@ class Lookup : public Draft {
     }
   }
 
-  Tree propose(const Room& room) override {
-    Tree tree;
+  void begin(const Room& room) override {
     std::vector<Match> found = matches();
     for (size_t rank = 0; rank < std::min(found.size(), kBranches); ++rank) {
       auto [length, place] = found[rank];
       int64_t node = kRoot;
-      for (size_t offset = 0; offset < room.depth && tree.size() < room.nodes; ++offset) {
+      for (size_t offset = 0; offset < room.depth && tree_.size() < room.nodes; ++offset) {
         Source source{kName, std::min(length + offset, kLongest), offset == 0 ? rank : 0};
-        double chance = tree.chance(node) * acceptance_.chance(source);
+        double chance = tree_.chance(node) * acceptance_.chance(source);
         // A first token may be unlikely: what becomes of it is how estimates rise again.
         if (offset != 0 && chance < room.least) break;
-        node = tree.add(node, at(place, offset), chance, source);
+        node = tree_.add(node, at(place, offset), chance, source);
       }
     }
-    return tree;
   }
 
   static double prior(const Source& source) {  // by the tokens that agree, and by how many others were preferred

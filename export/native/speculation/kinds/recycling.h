@@ -2,6 +2,8 @@
 // arXiv:2408.08696): compressor_runtime/speculation/kinds/recycling.py.
 #pragma once
 
+#include <memory>
+
 #include "candidates.h"
 
 namespace speculation {
@@ -58,31 +60,31 @@ class Recycling : public Draft {
  public:
   static constexpr const char* kName = "recycle";
 
-  Recycling(size_t vocabulary, const Acceptance& acceptance)
-      : Draft(kName), successors_(vocabulary), acceptance_(acceptance) {}
+  Recycling(std::shared_ptr<Successors> successors, const Acceptance& acceptance)
+      : Draft(kName), successors_(std::move(successors)), acceptance_(acceptance) {}
 
   bool reads_logits() const override { return true; }
 
   void extend(const Tokens& text) override {
-    successors_.write_text(text, known_);
+    successors_->write_text(text, known_);
     known_ = text.size();
     last_ = text.back();
   }
 
   void observe(const Tokens& tokens, const float* logits, size_t width) override {
-    successors_.write(tokens, logits, width);
+    successors_->write(tokens, logits, width);
   }
 
-  Tree propose(const Room& room) override {
+  void begin(const Room& room) override {
     auto source = [](size_t depth, size_t rank) { return Source{kName, rank, depth == 1}; };
-    auto candidates = [this](int64_t token, size_t) { return successors_.of(token); };
-    return BestFirst::tree(room, acceptance_, source, candidates, last_);
+    auto candidates = [this](int64_t token, size_t) { return successors_->of(token); };
+    tree_ = BestFirst::tree(room, acceptance_, source, candidates, last_);
   }
 
   static double prior(const Source& source) { return candidate_prior(source.first); }
 
  private:
-  Successors successors_;
+  std::shared_ptr<Successors> successors_;  // texts share them
   const Acceptance& acceptance_;
   int64_t last_ = kRoot;
   size_t known_ = 0;  // tokens of the text

@@ -16,57 +16,75 @@ constexpr const char *kVerify = "verify", *kBegin = "begin", *kEnd = "end";  // 
 constexpr const char* kAuto = "auto";  // all kinds that a bundle serves, merged into one tree
 constexpr const char* kSparse = "sparse";  // of few inputs; the kind that may be lossy
 
-// What the drafts of a text are made of.
+// What the drafts of texts are made of.
 struct Shared {
   Target& target;
   size_t vocabulary;
   const std::vector<Subset>& subsets;  // of the model's parts that draft
-  Pace& pace;
+  const Pace& pace;
   const Acceptance& acceptance;
 };
 
+// Makes the drafts of the text of a number; it holds what those of all texts share.
+using Maker = std::function<std::unique_ptr<Draft>(int64_t slot)>;
+
 struct Kind {
   Name name;
-  std::function<std::unique_ptr<Draft>(const Shared&)> make;
+  Maker (*start)(Name name, const Shared&);
   double (*prior)(const Source&);
   std::vector<const char*> needs;  // entries, beside the one that verifies
   bool needs_subsets = false;
 };
 
+inline Maker chains(Name name, const Acceptance& acceptance, Stepper step) {
+  auto guesser = std::make_shared<Guesser>(Guesser{std::move(step)});
+  return [=, &acceptance](int64_t slot) { return std::make_unique<Chain>(name, guesser, slot, acceptance); };
+}
+
 // Drafts that are chains by an entry of the kind's name, which takes what `verify` does and reads less.
-inline Kind kind_of_entry(const char* name) {
-  auto make = [name](const Shared& shared) {
-    auto step = [name, &target = shared.target](int64_t token, size_t ahead) {
-      return target.draft(name, token, ahead);
-    };
-    return std::make_unique<Chain>(name, step, shared.pace, shared.acceptance);
+inline Maker chains_of_entry(Name name, const Shared& shared) {
+  auto step = [name, &target = shared.target](const Reading& next) {
+    return Guesses{target.draft(std::string(name), next)};
   };
-  return {name, make, Chain::prior, {name}};
+  return chains(name, shared.acceptance, step);
+}
+
+inline Maker chains_of_first_layers(Name name, const Shared& shared) {
+  auto step = [&target = shared.target](const Reading& next) { return Guesses{target.draft_first(next)}; };
+  return chains(name, shared.acceptance, step);
 }
 
 inline const std::vector<Kind>& kinds() {
-  auto lookup = [](const Shared& shared) { return std::make_unique<Lookup>(shared.acceptance); };
-  auto recycling = [](const Shared& shared) {
-    return std::make_unique<Recycling>(shared.vocabulary, shared.acceptance);
+  auto lookup = [](Name, const Shared& shared) -> Maker {
+    return [&acceptance = shared.acceptance](int64_t) { return std::make_unique<Lookup>(acceptance); };
   };
-  auto heads = [](const Shared& shared) {
-    return std::make_unique<Heads>(shared.target, shared.pace, shared.acceptance);
+  auto recycling = [](Name, const Shared& shared) -> Maker {
+    auto successors = std::make_shared<Successors>(shared.vocabulary);
+    return [successors, &acceptance = shared.acceptance](int64_t) {
+      return std::make_unique<Recycling>(successors, acceptance);
+    };
   };
-  auto first_layers = [](const Shared& shared) {
-    auto step = [&target = shared.target](int64_t token, size_t ahead) { return target.draft_first(token, ahead); };
-    return std::make_unique<Chain>("exit", step, shared.pace, shared.acceptance);
+  auto heads = [](Name, const Shared& shared) -> Maker {
+    auto read = std::make_shared<const Stepper>(
+        [&target = shared.target](const Reading& following) { return target.heads(following); });
+    return [read, &acceptance = shared.acceptance](int64_t slot) {
+      return std::make_unique<Heads>(read, slot, acceptance);
+    };
   };
-  auto skipping = [](const Shared& shared) {
-    return std::make_unique<Skipping>(shared.target, shared.subsets, shared.pace, shared.acceptance);
+  auto skipping = [](Name, const Shared& shared) -> Maker {
+    auto choice = std::make_shared<Choice>(shared.target, shared.subsets, shared.pace);
+    return [choice, &acceptance = shared.acceptance](int64_t slot) {
+      return std::make_unique<Skipping>(choice, slot, acceptance);
+    };
   };
   static const std::vector<Kind> all = {
       {Lookup::kName, lookup, Lookup::prior, {}},
       {Recycling::kName, recycling, Recycling::prior, {}},
       {Heads::kName, heads, Heads::prior, {Heads::kName}},
-      {"exit", first_layers, Chain::prior, {kBegin, "rest", kEnd}},
-      kind_of_entry("planes"),
+      {"exit", chains_of_first_layers, Chain::prior, {kBegin, "rest", kEnd}},
+      {"planes", chains_of_entry, Chain::prior, {"planes"}},
       {Skipping::kName, skipping, Chain::prior, {kBegin, kEnd}, true},
-      kind_of_entry(kSparse),
+      {kSparse, chains_of_entry, Chain::prior, {kSparse}},
   };
   return all;
 }
