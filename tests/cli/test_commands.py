@@ -49,6 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "passes:\n"
         "  - rtn: {scheme: W4A16_G32, targets: Linear, ignore: [lm_head]}\n"
         'tune: "off"\n'
+        "target: {x86: {isa: avx2}}\n"  # the quickest to generate
     )
     save_model(root / "small_vocabulary", text, vocab_size=VOCAB - 1)
     weights = (model / "model.safetensors").read_bytes()
@@ -101,7 +102,7 @@ def bundle(folder: Path, ran: dict[str, Any]) -> Path:
     return folder / "bundle"
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "captures_once")
 
 
 @pytest.fixture
