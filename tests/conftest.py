@@ -98,6 +98,14 @@ one_thread = pytest.fixture(name="one_thread")(_one_thread)  # of each test
 one_thread_throughout = pytest.fixture(name="one_thread_throughout", scope="module")(_one_thread)  # its fixtures too
 
 
+@pytest.fixture(scope="module")
+def captures_once() -> Iterator[None]:
+    """Let runs, plans and evaluations of a module's tests capture each folder of a model once."""
+    from captures import captures_once
+
+    yield from captures_once()
+
+
 @pytest.fixture(scope="session")
 def require_adapter() -> None:
     """WebGPU from Python; without it the test is skipped, and in CI it fails."""

@@ -19,6 +19,8 @@ from tiny_models import save_model
 
 from compressor.cli.commands import main
 
+pytestmark = pytest.mark.usefixtures("captures_once")
+
 RECIPE = (
     "model: model\ncalibration: {text: text.txt, samples: 2, sequence_length: 32}\n"
     'evaluation: {text: text.txt, tokens: 96}\npasses: [rtn: {scheme: W4A16_G32}]\ntarget: "null"\ntune: "off"\n'

@@ -16,6 +16,8 @@ from tiny_models import save_model
 from compressor.cli.commands import main
 from compressor.recipe.recipe import load_recipe
 
+pytestmark = pytest.mark.usefixtures("captures_once")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -85,7 +85,7 @@ def run_on(folder: Path, target: Any, one: str, scheme: str) -> tuple[Any, Any, 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
-    return run_on(tmp_path_factory.mktemp("experts"), "x86", "gptq", FORMAT.name)
+    return run_on(tmp_path_factory.mktemp("experts"), {"x86": {"isa": "avx2"}}, "gptq", FORMAT.name)
 
 
 def test_the_bundle_computes_what_transformers_does(run: tuple[Any, Any, Path]) -> None:

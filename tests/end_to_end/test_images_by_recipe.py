@@ -23,6 +23,7 @@ from compressor.run.job import run_recipe
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("PIL")
+pytestmark = pytest.mark.usefixtures("captures_once")
 RECIPE = "gptq_w8a8_images_x86"
 GROUPS = "group_sparse_w8a8_images_x86"
 
@@ -62,7 +63,9 @@ def test_a_folder_becomes_a_bundle(tmp_path: Path, require_tool: Callable[[str],
     gates = {"accuracy": ">= 90%", "top1_agreement": ">= 90%", "batch_independent": True}
     bundle = tmp_path / "bundle"
     given = {"calibration": {"images": str(data), "samples": 8}, "evaluation": {"images": str(data)}, "gates": gates}
-    result = answer("run", RECIPE, "--model", folder, *settings(tune="off", **given), "-o", bundle)
+    result = answer(
+        "run", RECIPE, "--model", folder, *settings(tune="off", target={"x86": {"isa": "avx2"}}, **given), "-o", bundle
+    )
     assert set(result["gates"]) == set(gates) and result["dense_accuracy"] == 1
     assert result["images"] == 12
     assert (bundle / "preprocessor_config.json").read_bytes() == (folder / "preprocessor_config.json").read_bytes()
@@ -87,6 +90,7 @@ def test_convolutions_that_skip_groups(tmp_path: Path, require_tool: Callable[[s
         "evaluation": {"images": images["images"]},
         "gates": {"batch_independent": True},
         "tune": "off",
+        "target": {"x86": {"isa": "avx2"}},  # the quickest to generate
     }
     result = answer("run", GROUPS, "--model", folder, *settings(**given), "-o", bundle)
     sparse = {site["site"] for site in result["sites"] if site["format"] == "W8A8_STATIC_B32x4@30"}

@@ -136,6 +136,7 @@ def test_the_page_continues_a_prompt_and_works_offline(
     page.evaluate("navigator.serviceWorker.ready")
     page.reload()  # now through the service worker, which keeps what it sees
     page.wait_for_function(READY)
+    page.fill("#tokens", "8")
     page.click("#go")
     page.wait_for_function("document.getElementById('speed').textContent.includes('tokens/s')")
     page.context.set_offline(True)

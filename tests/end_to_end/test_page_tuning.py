@@ -23,8 +23,8 @@ WITHOUT_CLOCK = """const has = GPUSupportedFeatures.prototype.has;
   GPUSupportedFeatures.prototype.has =
     function (name) { return name !== 'timestamp-query' && has.call(this, name); };
 """
-BUDGETS = (5000, 60000)
-"""Milliseconds: the default, and those in which a software adapter on a busy machine tries a few variants."""
+BUDGETS = (5000, 15000, 60000)
+"""Milliseconds: the default, and those in which a software adapter, on a busy machine too, tries a few variants."""
 TUNE = """async (budget) => {
   const seen = [];
   return [await model.tune({ ...(budget === 5000 ? {} : { budget }), onProgress: (p) => seen.push(p) }), seen];

@@ -20,7 +20,7 @@ from compressor.data.images import load_images
 from compressor.graph.model import ModelInfo
 from compressor.recipe.recipe import Recipe
 
-pytestmark = pytest.mark.usefixtures("no_speed")
+pytestmark = pytest.mark.usefixtures("no_speed", "captures_once")
 
 pytest.importorskip("PIL")
 RECIPE = "gptq_w4a16_clip_x86"
@@ -41,6 +41,7 @@ def settings(pictures: Path, **changes: Any) -> list[str]:
     """Return what makes a small run of the shipped recipe."""
     data = {"images": str(pictures), "classes": list(CLASSES)}
     content = {"calibration": {**data, "samples": 8}, "evaluation": data, "tune": "off", **changes}
+    content["target"] = {"x86": {"isa": "avx2"}}  # the quickest to generate
     given = {"passes.gptq.scheme": "W4A16_G32", **content}
     return [word for key, value in given.items() for word in ("--set", f"{key}={json.dumps(value)}")]
 

@@ -57,7 +57,7 @@ def test_a_bundle_computes_what_the_graph_does(choice: str, tmp_path: Path) -> N
     graph, ctx = graph_of(choice)
     assert sum(site.name.endswith(".mapped") for site in packed_sites(graph)) == CHOICES[choice].count("linear")
     assert [site.name for site in linear_sites(graph)] == ["lm_head"]
-    bundle = compressor.load(bundle_of(graph, ctx, tmp_path / "bundle", "x86"))
+    bundle = compressor.load(bundle_of(graph, ctx, tmp_path / "bundle", {"x86": {"isa": "avx2"}}))
     assert error(in_steps(bundle.session(batch=2)), expected(graph)) < 1e-4
 
 

@@ -46,7 +46,9 @@ def made(tmp_path_factory: pytest.TempPathFactory, require_tool: Callable[[str],
     """Make a tiny decoder and a tiny encoder, each as a Hugging Face folder and as a bundle; not timed yet."""
     require_tool("g++")
     root = tmp_path_factory.mktemp("comparison")
-    recipe = Recipe.from_dict({"passes": [{"rtn": {"scheme": "W8A16_G32"}}], "tune": "off"})
+    recipe = Recipe.from_dict(
+        {"passes": [{"rtn": {"scheme": "W8A16_G32"}}], "tune": "off", "target": {"x86": {"isa": "avx2"}}}
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("compressor.run.job.measure_speed", lambda *_: Speed({}, {}))
         for kind, make in MODELS.items():

@@ -42,6 +42,8 @@ from compressor.recipe.exports import make_export
 from compressor.recipe.recipe import Recipe
 from compressor.run.job import run_recipe
 
+pytestmark = pytest.mark.usefixtures("captures_once")
+
 SAMPLES = random_samples(VOCAB, 16)
 TOLERANCE = 1e-5  # of the largest output: sums in another order
 FLOATS = Loading()

@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from captures import capture_once
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.evaluate.quality import GraphLogits
 from compressor.export import vectors as verify_vectors
 from compressor.export.vectors import make_vectors
@@ -23,7 +23,7 @@ from compressor.pipeline.context import Context
 
 
 def reference(scheme: str) -> GraphModule:
-    return Rtn(scheme, ignore=("lm_head",)).run(capture(resource("models") / "reference"), Context())
+    return Rtn(scheme, ignore=("lm_head",)).run(capture_once(resource("models") / "reference"), Context())
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_a_module_s_outputs_are_those_of_the_module_in_float64() -> None:
         torch.manual_seed(0)
         module = Perceptron().eval().requires_grad_(False)
     x = torch.randn(5, 40, generator=torch.Generator().manual_seed(1))
-    graph = Rtn("W8A16", targets="first").run(capture(module, (x,)), Context())
+    graph = Rtn("W8A16", targets="first").run(capture_once(module, (x,)), Context())
     stored = make_vectors(graph)
     parts = [graph.get_parameter(f"first.{part}") for part in ("codes", "scales")]
     weight = dequantize(PackedWeight.of(parts, Format.parse("W8A16"), (3000, 40)))
@@ -69,7 +69,7 @@ def test_tolerance_allows_for_activations_on_the_boundary_of_their_rounding() ->
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = nn.Linear(800, 64).eval().requires_grad_(False)
-    graph = Rtn("W8A8").run(capture(module, (x,)), Context())
+    graph = Rtn("W8A8").run(capture_once(module, (x,)), Context())
     stored = make_vectors(graph)
     expected, got = stored["output_0"], graph(x)[:, stored["columns_0"]]
     error = float((got - expected).norm() / expected.norm())

@@ -8,12 +8,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from captures import capture_once
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.data.text import Samples, load_samples
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
@@ -222,7 +222,7 @@ TARGETS = r"re:model\.layers\.0\.self_attn\.[qk]_proj"
 
 @pytest.fixture(scope="module")
 def dense() -> GraphModule:
-    return capture(resource("models") / "reference")
+    return capture_once(resource("models") / "reference")
 
 
 @pytest.mark.parametrize("make", [Rtn, Awq, Gptq])

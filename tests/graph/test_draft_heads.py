@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 import torch
+from captures import capture_once
 from tiny_models import DECODERS, build, quantized
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.codegen.lowering.entries import entries
 from compressor.errors import VerificationError
 from compressor.graph.caches import empty_past
@@ -34,7 +34,7 @@ IDS = torch.randint(97, (2, 7), generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(scope="module")
 def plain() -> GraphModule:
-    graph = capture(build(DECODERS["llama"]()))
+    graph = capture_once(build(DECODERS["llama"]()))
     graph.meta["model"] = dataclasses.replace(graph.meta["model"], speculates=True)
     return graph
 

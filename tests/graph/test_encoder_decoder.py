@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from captures import capture_once
 from encoder_decoders import TEXT, VOCAB, make, relative, steps_of
 
 from compressor.calibration.segment_runner import SegmentRunner, run_outputs
-from compressor.capture.capture import capture
 from compressor.codegen.lowering.entries import split
 from compressor.graph.kinds.encoder_decoder import encoder_nodes, memory_node
 from compressor.graph.segments import segments
@@ -14,7 +14,7 @@ from compressor.progress import Silent
 
 
 def test_the_encoder_is_what_depends_on_the_source_alone() -> None:
-    graph = capture(make(*TEXT["mBART"]))  # its encoder ends with a norm, behind the last linear
+    graph = capture_once(make(*TEXT["mBART"]))  # its encoder ends with a norm, behind the last linear
     inside, memory = encoder_nodes(graph), memory_node(graph)
     linears = [n for n in inside if n.target is torch.ops.compressor.dense_linear.default]
     assert len(linears) == 6 + 2 * 2  # an encoder layer, and keys and values of two decoder layers
@@ -24,7 +24,7 @@ def test_the_encoder_is_what_depends_on_the_source_alone() -> None:
 
 def test_cuts_lie_in_both_halves_and_running_them_is_running_the_graph() -> None:
     for name in ("BART", "mBART"):
-        graph = capture(make(*TEXT[name]))
+        graph = capture_once(make(*TEXT[name]))
         cut = segments(graph)
         assert len(cut) == 9  # two of the encoder's layer, three of each decoder layer's, the head
         assert max(len(segment.sites) for segment in cut) <= 4
@@ -36,7 +36,7 @@ def test_cuts_lie_in_both_halves_and_running_them_is_running_the_graph() -> None
 
 
 def test_the_halves_compute_what_the_whole_does() -> None:
-    graph = capture(make(*TEXT["BART"]))
+    graph = capture_once(make(*TEXT["BART"]))
     encoder, decoder = split(graph)
     ids, source, mask = torch.randint(3, VOCAB, (2, 4)), torch.randint(3, VOCAB, (2, 6)), torch.ones(2, 6)
     crossing = encoder(source, mask)

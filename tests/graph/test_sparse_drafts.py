@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from captures import capture_once
 from tiny_models import DECODERS, build, quantized
 
-from compressor.capture.capture import capture
 from compressor.codegen.backend import make_backend
 from compressor.codegen.lowering.entries import entries
 from compressor.errors import RecipeError
@@ -27,7 +27,7 @@ from compressor.recipe.recipe import Recipe
 
 
 def test_the_model_skips_nothing_and_its_drafts_obey_their_thresholds() -> None:
-    dense = quantized(capture(build(DECODERS["llama"]())), "W8A16", "re:.*")
+    dense = quantized(capture_once(build(DECODERS["llama"]())), "W8A16", "re:.*")
     graph, sites = clone_graph(dense), may_draft_sparse(dense)
     assert not drafts_sparse(graph) and len(sites) > 6
     limit_drafts(graph, {site.name: torch.full((site.in_features,), 0.3) for site in sites})
@@ -54,7 +54,7 @@ def test_the_model_skips_nothing_and_its_drafts_obey_their_thresholds() -> None:
 
 def test_a_head_that_is_the_table_drafts_with_all_inputs() -> None:
     """By columns it would be stored a second time."""
-    graph = quantized(capture(build(DECODERS["llama"]())), "W8A16", "re:.*layers.0.mlp.*")
+    graph = quantized(capture_once(build(DECODERS["llama"]())), "W8A16", "re:.*layers.0.mlp.*")
     graph = Embedding("W8A16").run(graph, Context())
     assert [site.name for site in packed_sites(graph)][-1] == "lm_head"
     assert [site.name.rpartition(".")[2] for site in may_draft_sparse(graph)] == ["gate_proj", "up_proj", "down_proj"]
@@ -68,7 +68,7 @@ def test_a_head_that_is_the_table_drafts_with_all_inputs() -> None:
     ],
 )
 def test_what_cannot_draft_so_is_refused_with_the_line(changes: dict[str, Any], reason: str) -> None:
-    graph, given = capture(build(DECODERS["llama"]())), {"kind": "sparse", "sparsity": 0.7}
+    graph, given = capture_once(build(DECODERS["llama"]())), {"kind": "sparse", "sparsity": 0.7}
     passes = [{"rtn": {"scheme": "W8A16", "targets": "re:.*"}}]
     text = {"text": "python_docs", "sequence_length": 16}
     data = {"calibration": text, "passes": passes, "speculate": given, **changes}

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from captures import capture_once
 from tiny_models import DECODERS, build
 from token_trees import path_to, random_trees
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.codegen.lowering.entries import entries
 from compressor.codegen.targets.cuda import Cuda
 from compressor.codegen.targets.webgpu import Webgpu
@@ -28,7 +28,7 @@ from compressor.run.web import WebBackend
 
 @pytest.fixture(scope="module")
 def graph() -> GraphModule:
-    return capture(build(DECODERS["mistral"]()))
+    return capture_once(build(DECODERS["mistral"]()))
 
 
 def with_facts(graph: GraphModule, **facts: Any) -> GraphModule:
@@ -82,7 +82,7 @@ def test_models_whose_tokens_cannot_be_verified_are_refused_with_the_line(graph:
 
 
 def test_first_layers_that_draft_are_some_of_the_model_s(graph: GraphModule) -> None:
-    two = capture(build(DECODERS["llama"]()))
+    two = capture_once(build(DECODERS["llama"]()))
     for drafts, first in (("exit", 1), ({"kind": "exit", "layer": 1}, 1), ("auto", None)):
         mark_entries(marked := clone_graph(two), Recipe.from_dict({"passes": [], "speculate": drafts}))
         assert marked.meta["model"].first_blocks == first

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 import torch
+from captures import capture_once
 from tiny_models import DECODERS, build, quantized
 
-from compressor.capture.capture import capture
 from compressor.codegen.backend import make_backend
 from compressor.codegen.gpu.linear.products import supports as gpu_supports
 from compressor.codegen.lowering.entries import entries
@@ -24,7 +24,7 @@ from compressor.recipe.recipe import Recipe
 
 
 def test_linears_read_the_upper_plane_and_nothing_else_changes() -> None:
-    graph = quantized(capture(build(DECODERS["llama"]())), "W8A8_G32_P4")
+    graph = quantized(capture_once(build(DECODERS["llama"]())), "W8A8_G32_P4")
     upper, floored = upper_graph(graph), clone_graph(graph)
     assert has_planes(graph) and not has_planes(upper)
     stored, read = dict(graph.named_parameters()), dict(upper.named_parameters())
@@ -44,7 +44,10 @@ def test_linears_read_the_upper_plane_and_nothing_else_changes() -> None:
 
 def test_what_cannot_draft_so_is_refused_by_name() -> None:
     passes = [{"rtn": {"scheme": "W8A8", "targets": "re:.*"}}]
-    graph, recipe = capture(build(DECODERS["llama"]())), Recipe.from_dict({"passes": passes, "speculate": "planes"})
+    graph, recipe = (
+        capture_once(build(DECODERS["llama"]())),
+        Recipe.from_dict({"passes": passes, "speculate": "planes"}),
+    )
     mark_entries(graph, recipe)
     with pytest.raises(RecipeError, match="speculate: no linear's codes lie in two planes; give a pass such a scheme"):
         plan_passes(graph, recipe, make_backend(recipe.target.build()))

@@ -16,8 +16,8 @@ def two_blocks() -> Callable[..., tuple[Tensor, Tensor, Any]]:
     Their targets are to be the 14 linears of the first two blocks.
     """
     import torch
+    from captures import capture_once
 
-    from compressor.capture.capture import capture
     from compressor.data.text import load_samples
     from compressor.graph.model import clone_graph
     from compressor.host.resources import resource
@@ -27,7 +27,7 @@ def two_blocks() -> Callable[..., tuple[Tensor, Tensor, Any]]:
 
     model = resource("models") / "reference"
     spec = load_text_spec("python_docs").model_copy(update={"samples": 8, "sequence_length": 64})
-    samples, dense = load_samples(spec, model, 2048), capture(model)
+    samples, dense = load_samples(spec, model, 2048), capture_once(model)
     info, position = dense.meta["model"], torch.arange(64)
     caches = [[torch.zeros(8, info.kv_heads, 1, info.head_dim)] * info.layers] * 2
     inputs = (samples.ids, position, position, *caches)

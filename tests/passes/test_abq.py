@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
+from captures import capture_once
 
 from compressor.calibration.statistics import Inputs
-from compressor.capture.capture import capture
 from compressor.data.text import load_samples
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.activations import Activations
@@ -72,7 +72,7 @@ def test_gptq_sees_the_inputs_as_they_will_be_rounded() -> None:
 def test_the_pass_replaces_every_linear_and_loses_less_than_rtn() -> None:
     model, targets = resource("models") / "reference", r"re:model\.layers\.0\.self_attn\.[qkv]_proj"
     spec = load_text_spec("python_docs").model_copy(update={"samples": 2, "sequence_length": 128})
-    samples, dense = load_samples(spec, model, 2048), capture(model)
+    samples, dense = load_samples(spec, model, 2048), capture_once(model)
 
     def lost(step: object) -> float:
         graph, ctx = copy.deepcopy(dense), Context(samples=samples)

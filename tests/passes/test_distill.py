@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from captures import capture_once
 from families import DECODERS, ENCODERS, make
 from packed_models import random_samples
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.packing import dequantize
 from compressor.graph.model import clone_graph
@@ -37,7 +37,7 @@ QUICK = Distill(steps=20, batch=4, learning_rate=2e-3, evaluate_every=5, held_ou
 
 @pytest.fixture(scope="module")
 def llama() -> GraphModule:
-    return capture(make(*DECODERS["Llama"], True))
+    return capture_once(make(*DECODERS["Llama"], True))
 
 
 def run(graph: GraphModule, *steps: Pass) -> tuple[GraphModule, Context]:
@@ -119,7 +119,7 @@ def test_states_are_compared_by_name_where_layers_are_gone() -> None:
     """Against the modules of transformers, without block 1 and the attention of block 2; all states are as wide."""
     kind, sizes = DECODERS["Llama"]
     dense: Any = make(kind, {**sizes, "num_hidden_layers": 4}, True)
-    captured = capture(dense)
+    captured = capture_once(dense)
     fewer = copy.deepcopy(dense)
     fewer.model.layers[2].self_attn = NoAttention()
     del fewer.model.layers[1]
@@ -145,7 +145,7 @@ def test_the_dense_model_has_nothing_to_learn(llama: GraphModule) -> None:
 
 
 def test_an_encoder_learns_hidden_states() -> None:
-    graph = capture(make(*ENCODERS["BERT"], False))
+    graph = capture_once(make(*ENCODERS["BERT"], False))
     _, ctx = run(graph, FfnPrune(ratio=0.5, refit=False, targets="intermediate.dense"), QUICK)
     begun, best = losses(ctx)
     assert best < begun

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from captures import capture_once
 from interrupted_training import whole_and_resumed
 from packed_models import random_samples
 from tiny_models import DECODERS, build
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.errors import RecipeError, UsageError
 from compressor.graph.kinds.draft_heads import add_heads
 from compressor.graph.model import clone_graph
@@ -34,7 +34,7 @@ QUICK = DraftHeads(heads=2, width=16, steps=12, evaluate_every=4, checkpoint_eve
 
 @pytest.fixture(scope="module")
 def plain() -> GraphModule:
-    graph = capture(build(DECODERS["llama"]()))
+    graph = capture_once(build(DECODERS["llama"]()))
     graph.meta["model"] = dataclasses.replace(graph.meta["model"], speculates=True)
     return graph
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import swift_kv_oracle as oracle
 import torch
+from captures import capture_once
 from interrupted_training import whole_and_resumed
 from packed_models import random_samples
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.evaluate.quality import GraphLogits
 from compressor.graph.exits.logits import SKIPS
@@ -36,7 +36,7 @@ QUICK = EarlyExit(steps=20, batch=4, learning_rate=3e-4, evaluate_every=5, check
 
 @pytest.fixture(scope="module")
 def llama() -> GraphModule:
-    return capture(oracle.make_llama())
+    return capture_once(oracle.make_llama())
 
 
 def run(graph: GraphModule, *steps: Pass, ctx: Context | None = None) -> GraphModule:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from captures import capture_once
 from packed_models import drop_weights
 from tiny_models import DECODERS, build
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.export.facts import weight_bytes_per_token
 from compressor.formats.packing import PackedWeight, dequantize
@@ -37,7 +37,7 @@ def logits(graph: GraphModule) -> Tensor:
     ("name", "scheme"), [("llama", "W8A16"), ("qwen3", "W4A16_G32"), ("gpt2", "NF4_G64"), ("llama", "LUT4")]
 )
 def test_models_compute_with_what_the_packed_tables_stand_for(name: str, scheme: str) -> None:
-    graph, step, ctx = capture(build(DECODERS[name]())), Embedding(scheme), Context()
+    graph, step, ctx = capture_once(build(DECODERS[name]())), Embedding(scheme), Context()
     dense, tables = clone_graph(graph), embedding_tables(graph)
     tied = [linear for table in tables for linear in table.linears]
     assert bool(tied) == (name != "qwen3")
@@ -57,10 +57,10 @@ def test_models_compute_with_what_the_packed_tables_stand_for(name: str, scheme:
 
 def test_a_plan_says_what_the_run_does() -> None:
     model, step, ctx = build(DECODERS["gpt2"]()), Embedding("W8A16"), Context()
-    meta = capture(model)
+    meta = capture_once(model)
     drop_weights(meta)
     plans = step.plan(meta, Context())
-    graph = step.run(capture(model), ctx)
+    graph = step.run(capture_once(model), ctx)
     said = [(plan.site, plan.format, plan.bytes_before, plan.bytes_after, plan.note) for plan in plans]
     assert said == [(r.site, r.format, r.bytes_before, r.bytes_after, r.note) for r in ctx.records]
     assert weight_bytes(meta) == weight_bytes(graph)
@@ -68,7 +68,7 @@ def test_a_plan_says_what_the_run_does() -> None:
 
 
 def test_a_token_reads_one_row_of_a_table_that_only_lookups_read() -> None:
-    graph = capture(build(DECODERS["qwen3"]()))
+    graph = capture_once(build(DECODERS["qwen3"]()))
     before, rows = weight_bytes_per_token(graph), graph.get_parameter("model.embed_tokens.weight")
     Embedding("W8A16").run(graph, ctx := Context())
     (record,) = ctx.records
@@ -91,7 +91,7 @@ class _Shared(nn.Module):
 
 def test_a_table_that_others_read_stays_for_them() -> None:
     module = _Shared().eval()
-    graph = capture(module, torch.arange(6).view(2, 3))
+    graph = capture_once(module, torch.arange(6).view(2, 3))
     Embedding("W8A16").run(graph, ctx := Context())
     (record,) = ctx.records
     assert "the dense table table.weight stays for" in record.note
@@ -115,10 +115,10 @@ def test_formats_without_rows_of_their_own_are_refused(options: dict[str, str], 
 
 
 def test_patterns_and_groups_that_fit_no_table_are_refused() -> None:
-    graph = capture(build(DECODERS["llama"]()))
+    graph = capture_once(build(DECODERS["llama"]()))
     with pytest.raises(UsageError, match="match no table of the model: 'lm_head': nearest"):
         Embedding(targets="lm_head").run(graph, Context())
     with pytest.raises(UsageError, match="divides the inputs of none of the matched tables"):
         Embedding("W4A16_G128").run(graph, Context())
     with pytest.raises(UsageError, match="the model has no table"):
-        Embedding().run(capture(nn.Linear(8, 8), torch.ones(1, 8)), Context())
+        Embedding().run(capture_once(nn.Linear(8, 8), torch.ones(1, 8)), Context())

@@ -9,11 +9,11 @@ from pathlib import Path
 import pruned_models
 import pytest
 import torch
+from captures import capture_once
 from families import DECODERS, ENCODERS, make
 from packed_models import drop_weights, random_samples
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.cli.contents import inspect_path
 from compressor.errors import UsageError
 from compressor.graph.model import clone_graph, weight_bytes
@@ -33,7 +33,7 @@ SAMPLES = random_samples(97, 32)
 
 def captured(name: str) -> GraphModule:
     decoder = name in DECODERS
-    return capture(make(*(DECODERS if decoder else ENCODERS)[name], decoder))
+    return capture_once(make(*(DECODERS if decoder else ENCODERS)[name], decoder))
 
 
 def inner_widths(graph: GraphModule, name: str) -> set[int]:

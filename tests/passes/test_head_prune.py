@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from captures import capture_once
 from families import DECODERS, ENCODERS, LENGTH, VOCAB, make
 from packed_models import drop_weights, random_samples
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.graph.caches import attention_layers, empty_caches, empty_past
 from compressor.graph.dependencies.channels import Dependencies
@@ -41,9 +41,9 @@ def captured(name: str) -> GraphModule:
 @functools.cache
 def _captured(name: str) -> GraphModule:
     if name == "seven groups":
-        return capture(make("Llama", SEVEN, True))
+        return capture_once(make("Llama", SEVEN, True))
     decoder = name in DECODERS
-    return capture(make(*(DECODERS if decoder else ENCODERS)[name], decoder))
+    return capture_once(make(*(DECODERS if decoder else ENCODERS)[name], decoder))
 
 
 def output(graph: GraphModule) -> Tensor:
@@ -110,7 +110,7 @@ def test_heads_that_nothing_reads_go_without_a_trace(by_query: bool) -> None:
 def test_transformers_computes_the_same_with_as_many_heads() -> None:
     """The configuration says fewer heads; the weights are the pruned graph's."""
     dense = make(*DECODERS["Llama"], True)
-    graph = Pipeline([HeadPrune(0.5)]).run(capture(dense), Context(samples=SAMPLES))
+    graph = Pipeline([HeadPrune(0.5)]).run(capture_once(dense), Context(samples=SAMPLES))
     config = copy.deepcopy(dense.config)
     config.num_attention_heads, config.num_key_value_heads, config.head_dim = 2, 1, 16
     model = type(dense)(config).eval()
@@ -150,7 +150,7 @@ def test_a_fused_linear_loses_each_head_three_times(build: type[nn.Module]) -> N
     model, x = build().eval(), torch.randn(2, 5, 24)
     with torch.no_grad():
         model.proj.weight[:, 6:12] = 0  # type: ignore[union-attr, index]
-    graph = capture(model, x)
+    graph = capture_once(model, x)
     (family,) = [f for f in Dependencies(graph).families() if f.groups]
     assert not family.reason and (family.count, family.places["qkv.weight", 0].shape[1]) == (4, 18)
     Dependencies(graph).remove([(family, np.array([1]))])
@@ -171,7 +171,7 @@ def test_heads_are_chosen_in_each_group() -> None:
 
 def test_all_layers_of_the_reference_model_lose_heads() -> None:
     """Sizes that the graph takes of a cache, to check them, keep no heads."""
-    graph = capture(resource("models") / "reference")
+    graph = capture_once(resource("models") / "reference")
     HeadPrune().plan(graph, Context())
     assert {int(layer.queries.meta["val"].shape[1]) for layer in attention_layers(graph)} == {6}
     assert graph.meta["model"].kv_heads == 3

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from captures import capture_once
 from families import DECODERS, make
 from interrupted_training import whole_and_resumed
 from packed_models import drop_weights, random_samples
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.data.text import Samples, tokens_sha256
 from compressor.errors import UsageError
 from compressor.formats.extras import KeptOfGroup
@@ -48,7 +48,7 @@ PLAIN = dataclasses.replace(QUICK, refit=False, learning_rate=0.3)
 
 @pytest.fixture(scope="module")
 def llama() -> GraphModule:
-    return capture(make(*DECODERS["Llama"], True))
+    return capture_once(make(*DECODERS["Llama"], True))
 
 
 def test_training_finds_the_best_masks_of_a_small_problem() -> None:

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from captures import capture_once
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.data.text import Samples, load_samples
 from compressor.errors import CompressorError, UsageError
 from compressor.formats.format import Format
@@ -95,7 +95,7 @@ def samples() -> Samples:
 
 @pytest.fixture(scope="module")
 def dense() -> GraphModule:
-    return capture(resource("models") / "reference")
+    return capture_once(resource("models") / "reference")
 
 
 def hidden(graph: GraphModule, samples: Samples) -> Tensor:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from captures import capture_once
 from families import DECODERS, make
 from packed_models import random_samples
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.data.text import Samples, load_samples
 from compressor.errors import UsageError
 from compressor.formats.format import Format
@@ -48,13 +48,13 @@ def logits(graph: GraphModule, ids: Tensor) -> Tensor:
 
 
 def test_a_sensitivity_is_the_divergence_of_the_whole_model(samples: Samples) -> None:
-    graph, formats = capture(MODEL), [Format.parse("W2A16_G64"), Format.parse("W4A16_G128")]
+    graph, formats = capture_once(MODEL), [Format.parse("W2A16_G64"), Format.parse("W4A16_G128")]
     sites = match_sites(linear_sites(graph), TARGETS)[0]
     found = sensitivities(graph, Context(), samples.ids, sites, formats)
     assert list(found) == [site.name for site in sites]
     dense = torch.log_softmax(logits(graph, samples.ids).double(), -1)
     for name in ("model.layers.0.mlp.down_proj", "model.layers.3.self_attn.k_proj"):
-        other = capture(MODEL)
+        other = capture_once(MODEL)
         site = next(site for site in linear_sites(other) if site.name == name)
         seen: list[Tensor] = []
 
@@ -83,10 +83,10 @@ def test_a_sensitivity_is_the_divergence_of_the_whole_model(samples: Samples) ->
 
 
 def test_the_budget_is_kept_and_used(samples: Samples) -> None:
-    graph, ctx = capture(MODEL), Context(samples=samples)
+    graph, ctx = capture_once(MODEL), Context(samples=samples)
     weights = sum(site.out_features * site.in_features for site in match_sites(linear_sites(graph), TARGETS)[0])
     step = MixedPrecision(bits=BITS, targets=TARGETS)
-    planned = step.plan(capture(MODEL, weights=False), Context())
+    planned = step.plan(capture_once(MODEL, weights=False), Context())
     dense = logits(graph, samples.ids)
     graph = Pipeline([step]).run(graph, ctx)
     stored = sum(record.bytes_after for record in ctx.records)
@@ -113,7 +113,7 @@ def small() -> GraphModule:
     config = transformers.LlamaConfig(**sizes, num_attention_heads=2, initializer_range=0.2)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return capture(transformers.LlamaForCausalLM(config).eval())
+        return capture_once(transformers.LlamaForCausalLM(config).eval())
 
 
 @pytest.mark.parametrize("budget", [{"weight_bytes": "35 KB"}, {"latency_ms": "0.024ms"}, {"kl_divergence": 0.03}])
@@ -149,13 +149,13 @@ def test_bad_options() -> None:
         MixedPrecision(bits=99)
     with pytest.raises(UsageError, match="exactly one budget"):
         MixedPrecision()
-    module = capture(torch.nn.Sequential(torch.nn.Linear(32, 4)).eval(), (torch.zeros(2, 32),))
+    module = capture_once(torch.nn.Sequential(torch.nn.Linear(32, 4)).eval(), (torch.zeros(2, 32),))
     with pytest.raises(
         UsageError, match=r"kl_divergence 0\.1: Sequential is not a decoder.*give bits, weight_bytes or"
     ):
         MixedPrecision(kl_divergence=0.1).requires(module, Context())
     with pytest.raises(UsageError, match=r"bits 1\.5: .*add a smaller scheme"):
-        MixedPrecision(bits=1.5).plan(capture(MODEL, weights=False), Context())
+        MixedPrecision(bits=1.5).plan(capture_once(MODEL, weights=False), Context())
 
 
 def test_experts_count_as_often_as_tokens_choose_them() -> None:
@@ -166,7 +166,7 @@ def test_experts_count_as_often_as_tokens_choose_them() -> None:
         for layer in model.model.layers:  # two experts are chosen, by a sign; the fifth one never
             gate = layer.mlp.gate.weight
             gate.copy_(torch.tensor([1.0, 2.0, -1.0, -2.0, 0.0])[:, None] * gate[0].clone())
-    graph, schemes = capture(model), ("W2A16_G32", "W4A16_G32", "W8A16")
+    graph, schemes = capture_once(model), ("W2A16_G32", "W4A16_G32", "W8A16")
     sites, samples = match_sites(linear_sites(graph), "Expert")[0], random_samples(97, 64)
     costs = sensitivities(graph, Context(), samples.ids, sites, [Format.parse(name) for name in schemes])
     idle = {name for name in costs if name.endswith(".4")}

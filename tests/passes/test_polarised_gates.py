@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from captures import capture_once
 from families import DECODERS, make
 from interrupted_training import whole_and_resumed
 from packed_models import random_samples
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.formats.extras import KeptOfGroup, SingleZeros
 from compressor.formats.format import Format
@@ -38,7 +38,7 @@ QUICK = PolarisedGates(scheme="W8A16_B1x1@50", steps=12, batch=4, evaluate_every
 
 @pytest.fixture(scope="module")
 def llama() -> GraphModule:
-    return capture(make(*DECODERS["Llama"], True))
+    return capture_once(make(*DECODERS["Llama"], True))
 
 
 def problem(seed: int) -> tuple[Tensor, Tensor]:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import swift_kv_oracle as oracle
 import torch
+from captures import capture_once
 from interrupted_training import whole_and_resumed
 from packed_models import random_samples
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.nn.functional import cross_entropy, linear
 
-from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.graph.kept_tokens.predicted_caches import add_prediction, prediction_graph, prompt_operations
 from compressor.graph.kinds.draft_heads import without_heads
@@ -43,7 +43,7 @@ QUICK = PredictKv(
 
 @pytest.fixture(scope="module")
 def llama() -> GraphModule:
-    return capture(oracle.make_llama())
+    return capture_once(oracle.make_llama())
 
 
 def run(graph: GraphModule, *steps: Pass) -> tuple[GraphModule, Context]:

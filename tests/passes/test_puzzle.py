@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from captures import capture_once
 from families import DECODERS, ENCODERS, VOCAB, make
 from interrupted_training import whole_and_resumed
 from packed_models import drop_weights, random_samples
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.executor.pool import LocalPool
 from compressor.formats.cache import cache_bytes_per_token
@@ -57,7 +57,7 @@ def _captured(name: str) -> GraphModule:
         for key, parameter in model.named_parameters():  # so that layers and channels are of unlike weight
             if (found := re.search(r"\.(\d)\..*(o_proj|down_proj)\.weight", key)) is not None:
                 parameter.mul_(torch.linspace(0.2, 3, parameter.shape[1]) * (4.0, 1.0, 2.0)[int(found[1])])
-    return capture(model)
+    return capture_once(model)
 
 
 def captured(name: str = "Llama") -> GraphModule:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from captures import capture_once
 from families import DECODERS, ENCODERS, make
 from interrupted_training import whole_and_resumed
 from packed_models import random_samples
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.graph.model import clone_graph
 from compressor.graph.rewrite import packed_weight
@@ -32,7 +32,7 @@ QUICK = ReluSparse(penalty=3.0, steps=18, batch=4, learning_rate=1e-2, evaluate_
 
 @pytest.fixture(scope="module")
 def llama() -> GraphModule:
-    return capture(make(*DECODERS["Llama"], True))
+    return capture_once(make(*DECODERS["Llama"], True))
 
 
 def counts(graph: GraphModule) -> list[int]:
@@ -67,7 +67,7 @@ def test_more_neurons_are_zero_and_skipping_them_changes_nothing(llama: GraphMod
 
 
 def test_an_encoder_with_gelu(tmp_path: Path) -> None:
-    graph = capture(make(*ENCODERS["BERT"], False))
+    graph = capture_once(make(*ENCODERS["BERT"], False))
     found = Pipeline([QUICK], [VerifyStages()]).run(clone_graph(graph), Context(samples=SAMPLES))
     assert counts(found)[1] == 0 < counts(graph)[1]
 

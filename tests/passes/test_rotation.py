@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 import transformers
+from captures import capture_once
 from packed_models import drop_weights
 from scipy.linalg import hadamard
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from torch.fx import GraphModule
 
 from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.statistics import Inputs
-from compressor.capture.capture import capture
 from compressor.errors import CompressorError
 from compressor.formats.packing import dequantize
 from compressor.graph.model import clone_graph, weight_bytes
@@ -51,7 +51,7 @@ def captured(name: str) -> GraphModule:
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(MODELS[name]).eval()
         for parameter in model.parameters():  # biases and norms that are not zeros and ones
             nn.init.normal_(parameter, std=0.3)
-    return capture(model.half() if name == "half" else model)
+    return capture_once(model.half() if name == "half" else model)
 
 
 def make(name: str) -> GraphModule:
@@ -161,7 +161,7 @@ def test_the_gain_of_a_packed_matrix_is_taken_out_of_the_norms() -> None:
         torch.manual_seed(0)
         config = transformers.LlamaConfig(**sizes, tie_word_embeddings=True, rms_norm_eps=1e-2)
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    graph = capture(model)
+    graph = capture_once(model)
     before = logits(graph)
     Rotation().run(graph, Context())
     _, gain = pack_rotation(32, torch.ones(32, dtype=torch.float64), back=False)
@@ -191,7 +191,7 @@ def test_outliers_are_gone() -> None:
 
 
 def test_the_reference_model_stays() -> None:
-    graph = capture(resource("models") / "reference")
+    graph = capture_once(resource("models") / "reference")
     before = logits(graph)
     assert difference(logits(Rotation().run(graph, Context())), before) < 1e-5
 

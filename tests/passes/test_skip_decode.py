@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import swift_kv_oracle as oracle
 import torch
+from captures import capture_once
 from families import DECODERS, make
 from interrupted_training import whole_and_resumed
 from packed_models import drop_weights, random_samples
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.evaluate.quality import GraphLogits
 from compressor.graph.blocks import find_blocks
@@ -40,7 +40,7 @@ FALLS = SkipDecode(depths=((0, 5), (4, 4), (9, 2)))
 
 @pytest.fixture(scope="module")
 def llama() -> GraphModule:
-    return capture(oracle.make_llama())
+    return capture_once(oracle.make_llama())
 
 
 def run(graph: GraphModule, *steps: Pass, ctx: Context | None = None) -> GraphModule:
@@ -97,7 +97,7 @@ def test_a_block_that_is_left_out_is_no_block_at_all(llama: GraphModule) -> None
         expected = model(IDS, use_cache=False).logits
     found = GraphLogits(run(llama, SkipDecode(depths=((0, 4),))))(IDS.numpy())
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    both = capture(make(*DECODERS["Cohere"], True))
+    both = capture_once(make(*DECODERS["Cohere"], True))
     count = len(find_blocks(both))
     gated = run(both, SkipDecode(depths=((0, count), (6, count - 1)), first=0))
     torch.testing.assert_close(
@@ -172,5 +172,6 @@ def test_what_cannot_be_is_refused(llama: GraphModule) -> None:
             step.requires(gated, Context(samples=SAMPLES))
     with pytest.raises(UsageError, match="do not add to one residual stream"):
         FALLS.requires(
-            capture(make(*DECODERS["OPT"][:1], {**DECODERS["OPT"][1], "do_layer_norm_before": False}, True)), Context()
+            capture_once(make(*DECODERS["OPT"][:1], {**DECODERS["OPT"][1], "do_layer_norm_before": False}, True)),
+            Context(),
         )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from captures import capture_once
 from torch import Tensor
 
 from compressor.calibration.statistics import Inputs
-from compressor.capture.capture import capture
 from compressor.data.text import Samples, load_samples
 from compressor.errors import UsageError
 from compressor.formats.format import Format
@@ -77,7 +77,7 @@ def test_the_pass_keeps_the_function_and_a_later_pass_quantises(alpha: float, sa
         return result
 
     model, targets = resource("models") / "reference", r"re:model\.layers\.[01]\."
-    graph = capture(model)
+    graph = capture_once(model)
     before = hidden(graph)
     ctx = Context(samples=samples)
     graph = Pipeline([Smoothquant(alpha=alpha, targets=targets)]).run(graph, ctx)
@@ -90,7 +90,7 @@ def test_the_pass_keeps_the_function_and_a_later_pass_quantises(alpha: float, sa
 
 def test_what_cannot_be_smoothed_is_noted(samples: Samples) -> None:
     ctx = Context(samples=samples)
-    Pipeline([Smoothquant(targets="lm_head")]).run(capture(resource("models") / "reference"), ctx)
+    Pipeline([Smoothquant(targets="lm_head")]).run(capture_once(resource("models") / "reference"), ctx)
     (note,) = ctx.notes
     assert note.startswith("smoothquant: ") and "not scaled" in note and "tied" in note
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from captures import capture_once
 from families import DECODERS, make
 from packed_models import drop_weights, random_samples
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.graph.model import clone_graph
 from compressor.graph.sites import linear_sites
@@ -30,7 +30,7 @@ SCHEME, SINGLE = "W8A16_B16x1@50", "W8A16_B1x1@50"
 
 @pytest.fixture(scope="module")
 def llama() -> GraphModule:
-    return capture(make(*DECODERS["Llama"], True))
+    return capture_once(make(*DECODERS["Llama"], True))
 
 
 @pytest.mark.parametrize(

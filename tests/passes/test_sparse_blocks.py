@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from captures import capture_once
 from families import DECODERS, make
 from packed_models import drop_weights, random_samples
 from torch.fx import GraphModule
 
 from compressor.calibration.statistics import Hessian
-from compressor.capture.capture import capture
 from compressor.data.text import load_samples
 from compressor.errors import UsageError
 from compressor.formats.extras import SingleZeros
@@ -39,7 +39,7 @@ PASSES = [Magnitude(SCHEME), Wanda(SCHEME), Sparsegpt(SCHEME), Alps(SCHEME), Alp
 
 @pytest.fixture(scope="module")
 def llama() -> GraphModule:
-    return capture(make(*DECODERS["Llama"], True))
+    return capture_once(make(*DECODERS["Llama"], True))
 
 
 def packed_weights(graph: GraphModule) -> dict[str, PackedWeight]:
@@ -110,7 +110,7 @@ def test_rows_that_are_no_groups_are_named(llama: GraphModule) -> None:
 
 
 def test_rows_that_are_not_whole_blocks_are_named() -> None:
-    narrow = capture(make(DECODERS["Llama"][0], {**DECODERS["Llama"][1], "intermediate_size": 96}, True))
+    narrow = capture_once(make(DECODERS["Llama"][0], {**DECODERS["Llama"][1], "intermediate_size": 96}, True))
     with pytest.raises(UsageError, match=r"down_proj: .*rows of 96 weights are not whole blocks of 64 columns"):
         Magnitude(WIDE).plan(narrow, Context())
 
@@ -159,7 +159,7 @@ def test_recipes_whose_kernels_are_another_ones(name: str, short_reference: Path
     recipe = load_recipe(name, short)
     assert recipe.calibration is not None
     ctx = Context(samples=load_samples(recipe.calibration, short_reference))
-    Pipeline(recipe.passes, [VerifyStages()]).run(capture(short_reference), ctx)
+    Pipeline(recipe.passes, [VerifyStages()]).run(capture_once(short_reference), ctx)
     pruned = [record for record in ctx.records if record.format == "W8A16_B16x1@30"]
     assert len(pruned) == 4 and all(0 < record.error < 0.2 for record in pruned)
 

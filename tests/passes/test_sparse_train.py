@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from captures import capture_once
 from families import DECODERS, make
 from interrupted_training import whole_and_resumed
 from packed_models import random_samples
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.graph.model import clone_graph
 from compressor.graph.sites import linear_sites
@@ -34,7 +34,7 @@ BY_ADMM = replace(QUICK, method="admm", project_every=3)
 
 @pytest.fixture(scope="module")
 def llama() -> GraphModule:
-    return capture(make(*DECODERS["Llama"], True))
+    return capture_once(make(*DECODERS["Llama"], True))
 
 
 def left(weight: Tensor) -> Tensor:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import swift_kv_oracle as oracle
 import torch
+from captures import capture_once
 from families import DECODERS, make
 from interrupted_training import whole_and_resumed
 from packed_models import drop_weights, random_samples
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.evaluate.quality import GraphLogits
 from compressor.graph.caches import attention_layers, empty_caches
@@ -42,7 +42,7 @@ UNTRAINED = SwiftKv(steps=0)
 
 @pytest.fixture(scope="module")
 def llama() -> GraphModule:
-    return capture(oracle.make_llama())
+    return capture_once(oracle.make_llama())
 
 
 def run(graph: GraphModule, *steps: Pass, ctx: Context | None = None) -> GraphModule:
@@ -87,7 +87,7 @@ def test_a_graph_whose_layers_all_run_all_tokens_stays(llama: GraphModule) -> No
 @pytest.mark.parametrize("family", ["OLMo 2", "GPT-OSS"])
 def test_prompts_agree_with_steps_in_other_families(family: str) -> None:
     """No norm in front and norms on heads; windows, sinks, biases and experts."""
-    graph = run(capture(make(*DECODERS[family], True)), dataclasses.replace(UNTRAINED, after=1))
+    graph = run(capture_once(make(*DECODERS[family], True)), dataclasses.replace(UNTRAINED, after=1))
     whole, caches = GraphLogits(graph)(IDS.numpy()), empty_caches(graph.meta["model"], 2, 12)
     found = [step(graph, caches, i, IDS[:, i : i + 1], [0]) for i in range(12)]
     torch.testing.assert_close(torch.cat(found, 1), whole, rtol=1e-4, atol=1e-5)
@@ -207,7 +207,7 @@ def test_bad_input(llama: GraphModule) -> None:
 
 
 def test_what_is_not_understood_is_named(llama: GraphModule) -> None:
-    fused = capture(make(*DECODERS["GPT-2"], True))
+    fused = capture_once(make(*DECODERS["GPT-2"], True))
     with pytest.raises(UsageError, match="c_attn makes keys together with queries or values"):
         dataclasses.replace(UNTRAINED, after=1).requires(fused, Context())
     shared, before = clone_graph(llama), str(llama.graph)
@@ -223,7 +223,7 @@ def test_layers_that_rotate_in_other_ways_share_nothing() -> None:
     """Gemma 3's windowed layers have another base."""
     sizes = {"num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
     name, config = DECODERS["Gemma 3"]
-    graph = capture(make(name, {**config, **sizes}, True))
+    graph = capture_once(make(name, {**config, **sizes}, True))
     with pytest.raises(UsageError, match=r"make keys and values in different ways .* set `share: 1`"):
         dataclasses.replace(UNTRAINED, after=1, share=2).requires(graph, Context())
     dataclasses.replace(UNTRAINED, after=1).requires(graph, Context())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from captures import capture_once
 from torch import nn
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.codegen.backend import make_backend
 from compressor.codegen.targets.arm import Arm
 from compressor.errors import RecipeError, UsageError
@@ -29,7 +29,7 @@ PASSES = [{"rtn": {"scheme": "W8A8", "targets": "Linear"}}]
 
 @pytest.fixture(scope="module")
 def shape_graph() -> GraphModule:
-    return capture(resource("models") / "reference", weights=False)
+    return capture_once(resource("models") / "reference", weights=False)
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +77,7 @@ def test_a_device_that_nobody_knows_is_refused_with_the_nearest() -> None:
 
 def test_an_emulator_s_time_is_that_of_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(emulation, "why_not", lambda: "")
-    graph = capture(nn.Linear(64, 32).eval(), (torch.ones(1, 64),))
+    graph = capture_once(nn.Linear(64, 32).eval(), (torch.ones(1, 64),))
     seconds = {}
     for isa in ("neon", "any"):
         recipe = Recipe.from_dict({"passes": PASSES, "tune": "off", "target": {"arm": {"isa": isa}}})

@@ -21,6 +21,8 @@ from compressor.pipeline.context import Context
 from compressor.pipeline.pipeline import Pass
 from compressor.plan.passes import mark_entries
 
+pytestmark = pytest.mark.usefixtures("captures_once")
+
 REFUSED = {
     "packed caches": ("webgpu", ["kv_cache: {scheme: INT8}"], "the target webgpu has no kernels for packed caches"),
     "single weights": (

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from captures import capture_once
 from click.testing import CliRunner
 from torch import nn
 from torch.fx import GraphModule
@@ -60,6 +61,9 @@ PRICES = {
     "import_all": 4.0,
 }
 MACHINE = Prices("cpu", 2, {**dict.fromkeys(UNITS, 1e-9), **PRICES}, 0.1, 200 << 20, 300 << 20, 450 << 20)
+
+
+pytestmark = pytest.mark.usefixtures("captures_once")
 
 
 @pytest.fixture(autouse=True)
@@ -115,11 +119,11 @@ def headers_only(folder: Path, layers: int = 2, hidden: int = 64, intermediate: 
 
 @pytest.fixture(scope="module")
 def shape_graph() -> GraphModule:
-    return capture(REFERENCE, weights=False)
+    return capture_once(REFERENCE, weights=False)
 
 
 def test_headers_say_what_the_weights_say(shape_graph: GraphModule) -> None:
-    real = capture(REFERENCE)
+    real = capture_once(REFERENCE)
     facts = [
         {name: (p.shape, p.dtype, p.stride()) for name, p in graph.named_parameters()} for graph in (real, shape_graph)
     ]
@@ -141,7 +145,7 @@ def test_the_planned_bytes_are_the_runs(shape_graph: GraphModule, scheme: str) -
     steps = [{"rtn": {"scheme": "W8A8", "targets": "re:.*layers.0"}}, {"rtn": {"scheme": scheme, "ignore": "lm_head"}}]
     wanted = recipe(*steps)
     plan = plan_graph(shape_graph, wanted)
-    context, graph = Context(), capture(REFERENCE)
+    context, graph = Context(), capture_once(REFERENCE)
     dense_bytes = weight_bytes(graph)
     graph = Pipeline(wanted.passes).run(graph, context)
     planned = [
@@ -265,7 +269,7 @@ def test_the_peak_of_a_segment_is_that_of_its_storage(shape_graph: GraphModule) 
 
 def test_calibration_grows_with_samples_by_their_hidden_states_only(shape_graph: GraphModule) -> None:
     step = recipe(gptq()).passes[0]
-    sites = step.plan(capture(REFERENCE, weights=False), Context())
+    sites = step.plan(capture_once(REFERENCE, weights=False), Context())
     few, many = (plan_calibration(shape_graph, sites, samples, 256) for samples in (16, 64))
     assert few.hidden_bytes == 2 * 16 * 256 * 256 * 4  # dense and compressed, float32 [samples, sequence, hidden]
     assert few.live_bytes == 2 * 16 * 256 * (256 + 512) * 4  # in front of down_proj: the residual, and what it reads
@@ -274,7 +278,7 @@ def test_calibration_grows_with_samples_by_their_hidden_states_only(shape_graph:
     once = sum(site.work.get("matmul_flop", 0) for site in sites)
     assert many.work["matmul_flop"] - once == pytest.approx(4 * (few.work["matmul_flop"] - once))
     assert many.work["sweep_column"] == few.work["sweep_column"]
-    alone = recipe(gptq(match_dense=False)).passes[0].plan(capture(REFERENCE, weights=False), Context())
+    alone = recipe(gptq(match_dense=False)).passes[0].plan(capture_once(REFERENCE, weights=False), Context())
     assert plan_calibration(shape_graph, alone, 16, 256).hidden_bytes == few.hidden_bytes // 2
 
 

@@ -30,6 +30,8 @@ from compressor.run.automatic.candidates import Budget, Formats, ImageFormats, n
 from compressor.run.automatic.choice import Tried
 from compressor.run.automatic.job import choose_recipe
 
+pytestmark = pytest.mark.usefixtures("captures_once")
+
 
 @pytest.fixture(autouse=True)
 def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,12 @@ import lockstep
 import numpy as np
 import pytest
 import torch
+from captures import capture_once
 from fake_gpu import on_fake_gpu
 from lockstep.compile import home, ptxas_report
 from tiny_models import relative_error
 from torch import nn
 
-from compressor.capture.capture import capture
 from compressor.cli.contents import inspect_path
 from compressor.codegen.gpu import toolchain
 from compressor.codegen.targets import cuda
@@ -29,6 +29,8 @@ from compressor.recipe.recipe import Recipe
 from compressor.run.cuda import CudaBackend
 from compressor.run.job import run_recipe
 from compressor.verify.bundle import verify_bundle
+
+pytestmark = pytest.mark.usefixtures("captures_once")
 
 PASSES: list[dict[str, Any]] = [
     {"rtn": {"scheme": "W4A16_G32", "targets": "Linear"}},
@@ -81,7 +83,7 @@ def test_a_bundle_decodes_what_the_graph_does(
     ratio = {name: predicted / measured for name, predicted, measured, _ in outcome.predictions}
     assert ratio["weight_bytes"] == 1
 
-    graph = capture(small_llama)
+    graph = capture_once(small_llama)
     for step in (Rtn("W4A16_G32", targets="Linear"), Embedding("W8A16")):
         graph = step.run(graph, Context())
     ids = np.random.default_rng(0).integers(3, 200, (2, 9))
@@ -190,7 +192,7 @@ def test_formats_without_kernels_are_refused_before_any_pass(
 
 
 def test_operators_without_kernels_are_refused_by_family() -> None:
-    graph = capture(Convolution(), (torch.zeros(1, 3, 8, 8),))
+    graph = capture_once(Convolution(), (torch.zeros(1, 3, 8, 8),))
     with pytest.raises(UsageError, match="the target cuda has no kernels for convolutions"):
         CudaBackend(Cuda()).check(graph)
 

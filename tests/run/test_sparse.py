@@ -23,9 +23,17 @@ from compressor.run.job import run_recipe
 from compressor.run.lock import read_lock
 from compressor.runtime import Bundle, load
 
+pytestmark = pytest.mark.usefixtures("captures_once")
+
 RECIPE = resource("recipes") / "speculate_sparse_x86.yaml"
 HELD_OUT = resource("calibration") / "python_docs_heldout.txt"
-SMALL = ("tune=off", "calibration.samples=4", "calibration.sequence_length=128", "evaluation.tokens=64")
+SMALL = (
+    "tune=off",
+    "target={x86: {isa: avx2}}",
+    "calibration.samples=4",
+    "calibration.sequence_length=128",
+    "evaluation.tokens=64",
+)
 
 
 @pytest.mark.usefixtures("no_speed")

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 import lockstep
 import pytest
+from captures import capture_once
 from click.testing import CliRunner, Result
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.cli.commands import main
 from compressor.codegen import device_tuning
 from compressor.codegen.batch import results as reading
@@ -33,6 +33,8 @@ from compressor.plan.passes import plan_passes
 from compressor.recipe.recipe import Recipe
 from compressor.run.cuda import CudaBackend
 from compressor.run.lock import Lock
+
+pytestmark = pytest.mark.usefixtures("captures_once")
 
 RECIPE = {
     "passes": [{"rtn": {"scheme": "W4A16_G32", "targets": "Linear"}}, {"embedding": {"scheme": "W8A16"}}],
@@ -138,7 +140,7 @@ def take(file: Path, *options: str) -> Result:
 @cache
 def planned(model: Path) -> GraphModule:
     recipe = Recipe.from_dict({**RECIPE, "model": str(model)})
-    return plan_passes(capture(model, weights=False), recipe, CudaBackend(recipe.target.build())).final
+    return plan_passes(capture_once(model, weights=False), recipe, CudaBackend(recipe.target.build())).final
 
 
 def lowered(model: Path, tuner: DeviceTuner) -> Lowered:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from captures import capture_once
 from families import DECODERS, make
 from packed_models import random_samples
 
-from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.executor.jobs import Arguments, Executor, InProcess
 from compressor.executor.named import make_executor
@@ -65,7 +65,7 @@ class Mortal(Executor):
 def costs(executor: Executor) -> tuple[dict[str, list[float]], Lines]:
     """Return sensitivities of a small model's linears."""
     seen = Lines()
-    graph, ctx = capture(make(*DECODERS["Llama"], True)), Context(executor=executor, reporter=seen)
+    graph, ctx = capture_once(make(*DECODERS["Llama"], True)), Context(executor=executor, reporter=seen)
     formats = [Format.parse(name) for name in ("W2A8_G16", "W8A16")]
     return sensitivities(graph, ctx, random_samples(97, 12).ids, linear_sites(graph), formats), seen
 

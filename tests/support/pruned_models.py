@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from captures import capture_once
 from families import DECODERS, ENCODERS, LENGTH, VOCAB, make
 from packed_models import random_samples
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.data.text import Samples
 from compressor.graph.caches import empty_past
 from compressor.graph.dependencies.channels import Dependencies, Family
@@ -139,7 +139,7 @@ def module(name: str) -> nn.Module:
 
 @functools.cache
 def _captured(name: str) -> GraphModule:
-    return capture(module(name), *([PICTURES[:4]] if name in IMAGES else []))
+    return capture_once(module(name), *([PICTURES[:4]] if name in IMAGES else []))
 
 
 def captured(name: str) -> GraphModule:

@@ -42,7 +42,7 @@ class Uneven:
         return graph
 
 
-def bundle_of(graph: GraphModule, ctx: Context, folder: Path, target: str) -> Path:
+def bundle_of(graph: GraphModule, ctx: Context, folder: Path, target: Any) -> Path:
     """Write a bundle of a compressed graph."""
     recipe = Recipe.from_dict({"model": "reference", "passes": [], "target": target, "tune": "off"})
     backend: Any = make_backend(recipe.target.build(), 1)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from captures import capture_once
 from families import DECODERS, make
 from interrupted_training import whole_and_resumed
 from packed_models import random_samples
@@ -13,7 +14,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from compressor.calibration.segment_runner import flat_inputs
-from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.graph.model import clone_graph
 from compressor.graph.rewrite import set_parameter
@@ -34,7 +34,7 @@ QUICK = Distill(
 
 @pytest.fixture(scope="module")
 def llama() -> GraphModule:
-    return capture(make(*DECODERS["Llama"], True))
+    return capture_once(make(*DECODERS["Llama"], True))
 
 
 @pytest.fixture(scope="module")

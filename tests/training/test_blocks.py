@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from captures import capture_once
 from families import DECODERS, ENCODERS, make
 from interrupted_training import whole_and_resumed
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.data.text import Samples, tokens_sha256
 from compressor.errors import UsageError
 from compressor.graph.model import clone_graph
@@ -45,7 +45,7 @@ PRUNE = Magnitude("W8A16_B16x1@50", pack=False)
 def small(family: str, layers: int = 2, **sizes: int) -> GraphModule:
     kind, given = (DECODERS | ENCODERS)[family]
     named = {"n_layer" if "n_layer" in given else "num_hidden_layers": layers}
-    return capture(make(kind, {**given, **named, **sizes}, family in DECODERS))
+    return capture_once(make(kind, {**given, **named, **sizes}, family in DECODERS))
 
 
 def damaged(dense: GraphModule, *steps: Pass) -> GraphModule:
@@ -161,7 +161,7 @@ def test_what_has_no_counterpart_is_refused() -> None:
 
 
 def test_what_two_blocks_read_stays_and_a_plan_counts_one_block() -> None:
-    tied = capture(make(*DECODERS["Llama, tied"], True))
+    tied = capture_once(make(*DECODERS["Llama, tied"], True))
     names = [name for name, _ in tied.named_parameters()]
     parts = names_by_block(tied, names)
     placed = [name for part in parts for name in part]
@@ -177,4 +177,4 @@ def test_bad_input() -> None:
         Distill(by_block=True, hidden=1.0)
     shared = Distill(by_block=True, targets="lm_head", vectors=False)
     with pytest.raises(UsageError, match="distill: by_block: several blocks read each of the chosen weights"):
-        shared.plan(capture(make(*DECODERS["Llama, tied"], True)), Context(samples=SAMPLES))
+        shared.plan(capture_once(make(*DECODERS["Llama, tied"], True)), Context(samples=SAMPLES))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from captures import capture_once
 from families import DECODERS, ENCODERS, make
 from interrupted_training import whole_and_resumed
 from torch import Tensor, nn
@@ -16,7 +17,6 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from compressor.capture.capture import capture
 from compressor.data.text import Samples, tokens_sha256
 from compressor.errors import CompressorError, ResourceError, UsageError
 from compressor.formats.extras import ColumnBlocks, KeptOfGroup, SingleZeros
@@ -94,9 +94,9 @@ def test_every_operator_runs_on_the_device(family: str) -> None:
     batch = SAMPLES.ids[:2]
     if family == "convolutions":
         batch = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-        graph = capture(conv_net().requires_grad_(False), (batch,))
+        graph = capture_once(conv_net().requires_grad_(False), (batch,))
     else:
-        graph = capture(make(*(DECODERS | ENCODERS)[family], family in DECODERS))
+        graph = capture_once(make(*(DECODERS | ENCODERS)[family], family in DECODERS))
     names = [name for name, value in graph.named_parameters() if value.is_floating_point()][::2]
     expected = TrainableGraph(graph, names)(batch).last
     with OneDevice():
@@ -134,7 +134,7 @@ def test_gates_are_decided_where_the_weights_are(pattern: Pattern) -> None:
 
 
 def test_a_shared_tensor_has_one_copy() -> None:
-    graph = capture(make(*DECODERS["Llama"], True))
+    graph = capture_once(make(*DECODERS["Llama"], True))
     device, name = Device("meta"), "lm_head.weight"  # type: ignore[arg-type]
     first, second = (of.get_parameter(name) for of in (graph, clone_graph(graph)))
     assert device.of(first) is device.of(second) and device.of(first).is_meta
@@ -179,7 +179,7 @@ def test_settings_are_put_back(precision: str, workspace: str | None, monkeypatc
 
 
 def test_a_plan_counts_no_time_on_a_gpu_and_no_batch_in_memory() -> None:
-    graph, found = capture(make(*DECODERS["Llama"], True)), []
+    graph, found = capture_once(make(*DECODERS["Llama"], True)), []
     for step in (Finetune(**QUICK), Finetune(**QUICK, device="cuda")):
         plans = step.plan(graph, Context(samples=SAMPLES))
         found.append((max(plan.working_bytes for plan in plans), plan_training(graph, step.training, plans, 24)))
@@ -191,7 +191,7 @@ def test_a_plan_counts_no_time_on_a_gpu_and_no_batch_in_memory() -> None:
 def test_a_gpu_that_is_not_here_is_said_before_work() -> None:
     if torch.cuda.is_available():
         pytest.skip("PyTorch sees a GPU")
-    graph = capture(make(*DECODERS["Llama"], True))
+    graph = capture_once(make(*DECODERS["Llama"], True))
     for step in (Finetune(device="cuda"), Distill(device="cuda"), LearnedMask(scheme="W8A16_2:4", device="cuda")):
         with pytest.raises(UsageError, match=rf"{step.name}: device cuda needs a GPU, and .*; or set `device: cpu`"):
             step.requires(graph, Context(samples=SAMPLES))
@@ -219,7 +219,7 @@ def damaged(graph: GraphModule, noise: float = 0.5) -> GraphModule:
 @pytest.mark.parametrize("name", TRAININGS)
 def test_a_gpu_trains_as_the_cpu_does_and_goes_on_to_the_same_bits(gpu: None, name: str, tmp_path: Path) -> None:
     *before, last = TRAININGS[name]
-    dense = capture(make(*DECODERS["Mixtral" if name == "experts" else "Llama"], True))
+    dense = capture_once(make(*DECODERS["Mixtral" if name == "experts" else "Llama"], True))
     begun = Pipeline(before).run(clone_graph(dense), Context(samples=SAMPLES))
     begun = damaged(begun) if isinstance(last, Distill) else begun
 
@@ -250,7 +250,7 @@ def apart(first: dict[str, Any], second: dict[str, Any]) -> float:
 def test_a_gpu_trains_convolutions_in_float32(gpu: None) -> None:
     x = torch.randn(24, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     samples = Samples(x, torch.empty(0, dtype=torch.int64), tokens_sha256(torch.arange(24)), "noise")
-    graph, found = capture(conv_net().requires_grad_(False), (x[:1],)), []
+    graph, found = capture_once(conv_net().requires_grad_(False), (x[:1],)), []
     for device in ("cpu", GPU):
         ctx, step = Context(samples=samples), Distill(**QUICK, device=device)  # type: ignore[arg-type]
         prune = Magnitude("W8A16_B16x1@50", pack=False, targets="Conv2d")
@@ -266,7 +266,7 @@ def test_a_gpu_trains_convolutions_in_float32(gpu: None) -> None:
 
 
 def test_a_gpu_that_is_too_small_is_said_before_work(gpu: None) -> None:
-    graph = capture(make(*DECODERS["Llama"], True))
+    graph = capture_once(make(*DECODERS["Llama"], True))
     set_parameter(graph, linear_sites(graph)[0].weight_name, torch.empty(1 << 20, 1 << 20, device="meta"))
     for step, advice in (Finetune(device="cuda"), "in `targets`"), (Distill(device="cuda"), "set `by_block: true`"):
         with pytest.raises(UsageError, match=rf"{step.name}: what is trained takes 16384.\d GiB .*{advice}, or set"):

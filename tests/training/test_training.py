@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from captures import capture_once
 from families import DECODERS, make
 from packed_models import random_samples
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.errors import CompressorError, UsageError
 from compressor.graph.model import clone_graph
 from compressor.graph.rewrite import set_parameter
@@ -39,7 +39,7 @@ QUICK = Finetune(steps=8, batch=3, evaluate_every=3, checkpoint_every=2, learnin
 
 @pytest.fixture(scope="module")
 def llama() -> GraphModule:
-    return capture(make(*TIED, True))
+    return capture_once(make(*TIED, True))
 
 
 def settings(**changed: object) -> Settings:
@@ -146,7 +146,7 @@ def test_never_worse_than_before(llama: GraphModule) -> None:
 
 
 def test_zeros_stay_zero_and_biases_need_not() -> None:
-    graph = capture(make(*DECODERS["GPT-2"], True))
+    graph = capture_once(make(*DECODERS["GPT-2"], True))
     weight, bias = "transformer.h.0.mlp.c_fc.weight", "transformer.h.0.mlp.c_fc.bias"
     pruned = graph.get_parameter(weight).detach().clone()
     pruned[:16, ::2] = 0.0
@@ -168,7 +168,7 @@ trained(sys.argv[1])
 
 def trained(cache: Path) -> tuple[Context, dict[str, Tensor]]:
     ctx = Context(samples=SAMPLES, results=SegmentCache(Path(cache)), state="model")
-    graph = Pipeline([QUICK], [VerifyStages()]).run(capture(make(*TIED, True)), ctx)
+    graph = Pipeline([QUICK], [VerifyStages()]).run(capture_once(make(*TIED, True)), ctx)
     return ctx, parameters(graph)
 
 

@@ -12,6 +12,8 @@ from compressor.errors import GateError
 from compressor.recipe.recipe import Recipe
 from compressor.run.job import run_recipe
 
+pytestmark = pytest.mark.usefixtures("captures_once")
+
 PASSES = [{"rtn": {"scheme": "W4A16_G32", "ignore": "lm_head"}}]
 
 

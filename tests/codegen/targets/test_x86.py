@@ -16,6 +16,8 @@ from compressor.recipe.recipe import Recipe
 from compressor.registry import TARGETS
 from compressor.run.job import run_recipe
 
+pytestmark = pytest.mark.usefixtures("captures_once")
+
 
 def test_without_a_compiler_both_remedies_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

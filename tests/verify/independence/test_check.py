@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from captures import capture_once
 from torch import Tensor, nn
 from torch.export import Dim
 from torch.fx import GraphModule, Node
@@ -64,7 +65,7 @@ def captured(name: str) -> GraphModule:
     kind = transformers.AutoModel if name in ENCODERS else transformers.AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return capture(kind.from_config(CONFIGS[name](), attn_implementation="eager").eval())
+        return capture_once(kind.from_config(CONFIGS[name](), attn_implementation="eager").eval())
 
 
 def leaks(graph: GraphModule) -> tuple[Leak, ...]:

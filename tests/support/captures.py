@@ -1,0 +1,78 @@
+"""Capture a model once for all tests that are not of capturing: torch.export takes a second or two of each."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+import compressor.capture.capture as home
+from compressor.graph.model import clone_graph
+
+_PLACES = (
+    "compressor.capture.capture",  # for those that import it when they need it
+    "compressor.evaluate.models",
+    "compressor.export.checkpoints.folder",
+    "compressor.export.conversion.original",
+    "compressor.export.exchange.bundle_graph",
+    "compressor.run.automatic.choice",
+    "compressor.run.automatic.first_recipe",
+    "compressor.run.prepare",
+)
+"""Modules that hold the function by its name."""
+_capture = home.capture
+_captured: dict[tuple[object, ...], GraphModule] = {}
+
+
+def capture_once(model: Any, *arguments: Any, **options: Any) -> GraphModule:
+    """Return a graph as ``capture`` does: of a folder or a model that was captured before as it is, a copy.
+
+    Rewriting a copy leaves the others as they are; they share the parameters, which nobody may write to.
+    """
+    options = {name: value for name, value in options.items() if name == "weights" or value not in (None, False)}
+    if any(argument is not None for argument in arguments) or options.keys() - {"weights"}:
+        return _capture(model, *arguments, **options)  # a plain module, or code of a checkpoint
+    if isinstance(model, str | Path) and os.path.isfile(os.path.join(model, "config.json")):
+        content = _files(Path(model).resolve())
+    elif isinstance(model, torch.nn.Module) and hasattr(model, "config"):
+        content = _state(model)
+    else:
+        return _capture(model, **options)
+    key = (content, str(model), options.get("weights", True))
+    if key not in _captured:
+        # Who has the model may change it, and a graph shares the weights.
+        _captured[key] = _capture(copy.deepcopy(model), **options)
+    return clone_graph(_captured[key])
+
+
+def _files(folder: Path) -> object:
+    """Return which files a folder has, and when each was written last."""
+    found = [(file, file.stat()) for file in sorted(folder.rglob("*"))]
+    return tuple((file, stamp.st_size, stamp.st_mtime_ns) for file, stamp in found)
+
+
+def _state(model: Any) -> object:
+    """Return a model's class, settings and weights, these as a digest."""
+    digest = hashlib.sha256(f"{model.config} {model.training}".encode())
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return type(model), model.config._attn_implementation, digest.digest()
+
+
+def captures_once() -> Iterator[None]:
+    """Let runs, plans and evaluations take :func:`capture_once`, until the generator goes on."""
+    with pytest.MonkeyPatch.context() as patch:
+        for place in _PLACES:
+            patch.setattr(f"{place}.capture", capture_once)
+        others = [name for name, module in sys.modules.items() if getattr(module, "capture", None) is _capture]
+        assert not [name for name in others if name.startswith("compressor.")], others
+        yield
