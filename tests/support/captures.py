@@ -29,7 +29,8 @@ _PLACES = (
 )
 """Modules that hold the function by its name."""
 _capture = home.capture
-_captured: dict[tuple[object, ...], GraphModule] = {}
+_captured: dict[tuple[object, ...], tuple[GraphModule, list[int]]] = {}
+"""What was captured -> its graph, and how often each of its weights had been written to by then."""
 
 
 def capture_once(model: Any, *arguments: Any, **options: Any) -> GraphModule:
@@ -49,8 +50,15 @@ def capture_once(model: Any, *arguments: Any, **options: Any) -> GraphModule:
     key = (content, str(model), options.get("weights", True))
     if key not in _captured:
         # Who has the model may change it, and a graph shares the weights.
-        _captured[key] = _capture(copy.deepcopy(model), **options)
-    return clone_graph(_captured[key])
+        graph = _capture(copy.deepcopy(model), **options)
+        _captured[key] = graph, _written(graph)
+    graph, written = _captured[key]
+    assert _written(graph) == written, f"{model}: somebody has written to the weights that all its captures share"
+    return clone_graph(graph)
+
+
+def _written(graph: GraphModule) -> list[int]:
+    return [tensor._version for tensor in (*graph.parameters(), *graph.buffers())]
 
 
 def _files(folder: Path) -> object:

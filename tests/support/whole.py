@@ -109,7 +109,6 @@ LEFT_OUT: Mapping[str, int | tuple[str, ...]] = {
     "codegen/web/test_lower.py::test_rounded_activations": 2,
     "codegen/web/test_wasm.py::test_cached_attention": 3,
     "codegen/web/test_wasm.py::test_packed_linear_of_every_format": 3,
-    "end_to_end/test_emulated_cpu.py::test_avx512_kernels_are_refused_and_would_end_the_process": ("",),
     "end_to_end/test_encoder_decoder_run.py::test_biases_of_distances_are_served": ("",),
     "end_to_end/test_encoder_decoder_run.py::test_browsers_answer_a_source": ("",),
     "end_to_end/test_experts.py::test_browsers_compute_what_transformers_does": ("",),
