@@ -1,0 +1,214 @@
+"""Count the instructions of a token under emulation: this project's bundles beside llama.cpp, level by level.
+
+    python benchmarks/arm_instructions.py --llama DIR --work DIR [FILE.md]
+
+The first folder is llama.cpp's source tree, the second keeps what is built; FILE.md is
+benchmarks/results/arm_instructions.md where it is not given.  Needs CMake, Ninja, Debian's g++-aarch64-linux-gnu and
+qemu-user-static.
+
+QEMU logs each block of instructions when it translates it (`-d in_asm`) and each time that it runs (`-d exec`, with
+`nochain` so that none is left out): every block's length times its runs is exact, and needs no plugin, which Debian's
+QEMU 7.2 is built without.  A token's instructions are the difference of two runs that differ by tokens only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from compressor.codegen.targets.arm import EMULATED
+from compressor.data.text import load_evaluation
+from compressor.evaluate.quality import GraphLogits
+from compressor.export.bundle import write_bundle
+from compressor.export.exchange.job import bundle_graph, export_bundle
+from compressor.export.facts import run_facts
+from compressor.export.foreign.gguf import FILE_NAME, Gguf
+from compressor.export.publish import publishing
+from compressor.graph.model import weight_bytes
+from compressor.pipeline.observers import phase_writer
+from compressor.pipeline.pipeline import Pipeline
+from compressor.progress import Silent
+from compressor.recipe.recipe import Recipe
+from compressor.run.clock import Clock
+from compressor.run.prepare import prepare
+
+RESULTS = Path(__file__).parent / "results" / "arm_instructions.md"
+NATIVE = Path(__file__).parents[1] / "export" / "native"
+FORMATS = ("W4A16_G32", "W4A8_G32", "W8A16_G32", "W8A8_G32", "W8A8")
+PEERS = {"Q4_0": "W4A16_G32", "Q8_0": "W8A16_G32"}
+"""llama.cpp's types, and the bundle that each is an export of: the same weights."""
+ARCHITECTURES = {"neon": "armv8-a", "dotprod": "armv8.2-a+dotprod", "i8mm": "armv8.6-a+i8mm"}
+TOKENS, PROMPT = 8, 64
+"""Tokens that a run generates, and of its prompt; others have twice as many of one of them."""
+_OFF = ("LLAMA_BUILD_COMMON", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_TOOLS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_SERVER",
+        "LLAMA_BUILD_APP", "LLAMA_OPENSSL", "GGML_NATIVE", "GGML_OPENMP", "GGML_CCACHE")  # fmt: skip
+_EXECUTED = re.compile(rb"^Trace [^/\n]*/([0-9a-f]+)/", re.M)
+_TRANSLATED = re.compile(rb"^IN: [^\n]*\n((?:0x[^\n]*\n)+)", re.M)
+
+
+@dataclass(frozen=True)
+class Run:
+    """An emulated process: its instructions, and the token ids that it wrote."""
+
+    instructions: int
+    ids: list[int]
+
+
+def counted(cpu: str, command: Sequence[str], libraries: str = "") -> Run:
+    """Run a program of aarch64 under QEMU and count its instructions.
+
+    Raises:
+        RuntimeError: it failed, or a block was translated twice with different lengths.
+    """
+    here, there = os.pipe()
+    emulator = ["qemu-aarch64-static", "-cpu", cpu, "-L", "/usr/aarch64-linux-gnu"]
+    emulator += ["-E", f"LD_LIBRARY_PATH={libraries}", "-d", "exec,nochain,in_asm", "-D", f"/dev/fd/{there}"]
+    process = subprocess.Popen(
+        [*emulator, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, pass_fds=[there]
+    )
+    os.close(there)
+    runs, lengths = Counter[bytes](), dict[int, int]()
+    for piece in _pieces(here):
+        runs.update(_EXECUTED.findall(piece))
+        for block in _TRANSLATED.findall(piece) if b"IN: " in piece else ():
+            first, length = int(block[2 : block.index(b":")], 16), block.count(b"\n")
+            if lengths.setdefault(first, length) != length:
+                raise RuntimeError(f"{command[0]}: the block at {first:#x} changed")
+    out, said = process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} on {cpu}: exit code {process.returncode}: {said[-500:]}")
+    ids = [int(token) for token in out.split(",")]
+    return Run(sum(count * lengths[int(first, 16)] for first, count in runs.items()), ids)
+
+
+def _pieces(log: int) -> Iterator[bytes]:
+    """Yield a log in pieces that end before a line of a block that is executed."""
+    rest = b""
+    with open(log, "rb", buffering=0) as stream:
+        while chunk := stream.read(1 << 20):
+            rest += chunk
+            if (end := rest.rfind(b"\nTrace ") + 1) > 0:
+                yield rest[:end]
+                rest = rest[end:]
+    yield rest
+
+
+def make_bundle(name: str, folder: Path) -> None:
+    """Compress the reference model to one format for all levels of ARM, its tables to eight bits."""
+    passes = [{"rtn": {"scheme": name, "targets": "Linear", "ignore": ["lm_head"]}}, {"embedding": {"scheme": "W8A16"}}]
+    recipe = Recipe.from_dict({"model": "reference", "passes": passes, "tune": "off", "target": "arm"})
+    given = prepare(recipe, None, None, None, folder, 1, None, Clock(Silent()))
+    dense_bytes = weight_bytes(given.dense_graph())
+    graph = Pipeline(recipe.passes, []).run(given.take_graph(), given.context)
+    given.backend.compile(graph, "off", None, lambda isa: phase_writer(None, ""))
+    with publishing(folder) as partial:
+        written = given.backend.write(partial, graph, independent=True)
+        write_bundle(partial, written, run_facts(graph, recipe, given.context, dense_bytes))
+
+
+def build_runner(work: Path) -> Path:
+    """Build the C++ runner for aarch64."""
+    options = [f"-DCMAKE_TOOLCHAIN_FILE={NATIVE / 'aarch64-linux.cmake'}", f"-DPython_EXECUTABLE={sys.executable}"]
+    subprocess.run(["cmake", "-S", NATIVE, "-B", work / "runner", *options], check=True)
+    subprocess.run(["cmake", "--build", work / "runner"], check=True)
+    return work / "runner" / "compressor_run"
+
+
+def build_llama(source: Path, work: Path) -> Path:
+    """Build llama.cpp with kernels for each level, and the program that calls it; return the program.
+
+    A level's libraries come to lie in ``work/<level>``: of these, libggml-cpu.so has the kernels.
+    """
+    for level, architecture in ARCHITECTURES.items():
+        if (work / level).is_dir():
+            continue
+        options = [f"-D{name}=OFF" for name in _OFF] + ["-DBUILD_SHARED_LIBS=ON", "-DCMAKE_BUILD_TYPE=Release"]
+        options += [f"-DCMAKE_TOOLCHAIN_FILE={NATIVE / 'aarch64-linux.cmake'}", f"-DGGML_CPU_ARM_ARCH={architecture}"]
+        subprocess.run(["cmake", "-G", "Ninja", "-S", source, "-B", work / "llama", *options], check=True)
+        subprocess.run(["cmake", "--build", work / "llama", "--target", "llama"], check=True)
+        shutil.copytree(work / "llama" / "bin", work / level, symlinks=True)
+    program = work / "llama_tokens"
+    include = [f"-I{source / 'include'}", f"-I{source / 'ggml' / 'include'}"]
+    libraries = [f"-L{work / 'neon'}", "-lllama", "-lggml", "-lggml-cpu", "-lggml-base"]
+    text = Path(__file__).parent / "peers" / "llama_tokens.cpp"
+    compiler = ["aarch64-linux-gnu-g++", "-std=c++17", "-O2", *include, str(text), "-o", str(program)]
+    subprocess.run([*compiler, *libraries, f"-Wl,-rpath-link,{work / 'neon'}"], check=True)
+    return program
+
+
+def likeliest(bundle: Path, prompt: list[int], count: int) -> list[int]:
+    """Continue a prompt with PyTorch, by the weights of a bundle."""
+    logits, ids = GraphLogits(bundle_graph(bundle)), list(prompt)
+    for _ in range(count):
+        ids.append(int(torch.as_tensor(logits(torch.tensor([ids]).numpy()))[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def _agreeing(ids: list[int], expected: list[int]) -> int:
+    """Count the tokens before the first that differs."""
+    pairs = enumerate(zip(ids, expected, strict=True))
+    return next((place for place, (one, other) in pairs if one != other), len(expected))
+
+
+def rows(work: Path, source: Path) -> Iterator[str]:
+    """Build and run everything; yield the lines of the table."""
+    runner, llama = build_runner(work), build_llama(source, work)
+    text, _ = load_evaluation(Recipe.from_dict({"model": "reference"}).evaluation, None, reference(), 2048)
+    ids = text.tolist()
+    for name in FORMATS:
+        if not (work / name).is_dir():
+            make_bundle(name, work / name)
+    for kind, name in PEERS.items():
+        if not (work / kind).is_dir():
+            export_bundle(work / name, Gguf(), work / kind, check=False)
+    expected = {name: likeliest(work / name, ids[:PROMPT], 2 * TOKENS) for name in FORMATS}
+    for level in ARCHITECTURES:
+        for kind in (*PEERS, *FORMATS):
+            first = PEERS.get(kind, kind)
+
+            def run(prompt: int, count: int, kind: str = kind, level: str = level) -> Run:
+                given = ",".join(map(str, ids[:prompt]))
+                if kind in PEERS:
+                    command = [str(llama), str(work / kind / FILE_NAME), given, str(count)]
+                else:
+                    command = [str(runner), str(work / kind), "--ids", given, "--max-tokens", str(count)]
+                    command += ["--threads", "1", "--speculate", "off"]
+                return counted(EMULATED[level], command, str(work / level))
+
+            short, long, wide = run(PROMPT, TOKENS), run(PROMPT, 2 * TOKENS), run(2 * PROMPT, TOKENS)
+            token = (long.instructions - short.instructions) / TOKENS / 1e6
+            prompt = (wide.instructions - short.instructions) / PROMPT / 1e6
+            right = f"{_agreeing(long.ids, expected[first])} of {2 * TOKENS}"
+            who = f"llama.cpp {kind}" if kind in PEERS else kind
+            yield f"| {level} | {who} | {token:.2f} | {prompt:.2f} | {right} |"
+
+
+def reference() -> Path:
+    """Return the folder of the reference model."""
+    return Path(__file__).parents[1] / "models" / "reference"
+
+
+def main() -> None:
+    """Write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--llama", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    for line in rows(arguments.work.resolve(), arguments.llama.resolve()):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
