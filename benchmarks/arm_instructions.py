@@ -14,23 +14,28 @@ QEMU 7.2 is built without.  A token's instructions are the difference of two run
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.fx import GraphModule
 
 from compressor.codegen.targets.arm import EMULATED
 from compressor.data.text import load_evaluation
 from compressor.evaluate.quality import GraphLogits
 from compressor.export.bundle import write_bundle
-from compressor.export.exchange.job import bundle_graph, export_bundle
+from compressor.export.exchange.bundle_graph import bundle_graph
+from compressor.export.exchange.job import export_bundle
 from compressor.export.facts import run_facts
 from compressor.export.foreign.gguf import FILE_NAME, Gguf
 from compressor.export.publish import publishing
@@ -43,16 +48,24 @@ from compressor.run.clock import Clock
 from compressor.run.prepare import prepare
 
 RESULTS = Path(__file__).parent / "results" / "arm_instructions.md"
+REFERENCE = Path(__file__).parents[1] / "models" / "reference"
 NATIVE = Path(__file__).parents[1] / "export" / "native"
-FORMATS = ("W4A16_G32", "W4A8_G32", "W8A16_G32", "W8A8_G32", "W8A8")
+FORMATS = ("W4A16_G32", "W4A8_G32", "W8A16_G32", "W8A8")
 PEERS = {"Q4_0": "W4A16_G32", "Q8_0": "W8A16_G32"}
 """llama.cpp's types, and the bundle that each is an export of: the same weights."""
 ARCHITECTURES = {"neon": "armv8-a", "dotprod": "armv8.2-a+dotprod", "i8mm": "armv8.6-a+i8mm"}
+TEXT = {"model": "reference", "passes": [], "evaluation": {"text": "python_docs_heldout.txt", "tokens": 256}}
 TOKENS, PROMPT = 8, 64
 """Tokens that a run generates, and of its prompt; others have twice as many of one of them."""
+FIRST, LAST = "<!-- table -->\n", "<!-- end -->\n"
+HEAD = """\
+| level | what | a token, millions | of a prompt, millions | greedy tokens as PyTorch's |
+|---|---|---|---|---|
+"""
 _OFF = ("LLAMA_BUILD_COMMON", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_TOOLS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_SERVER",
         "LLAMA_BUILD_APP", "LLAMA_OPENSSL", "GGML_NATIVE", "GGML_OPENMP", "GGML_CCACHE")  # fmt: skip
-_EXECUTED = re.compile(rb"^Trace [^/\n]*/([0-9a-f]+)/", re.M)
+_PIPE_BYTES = 1 << 20
+_EXECUTED = re.compile(rb"Trace [^/]*/([0-9a-f]+)/")
 _TRANSLATED = re.compile(rb"^IN: [^\n]*\n((?:0x[^\n]*\n)+)", re.M)
 
 
@@ -71,6 +84,7 @@ def counted(cpu: str, command: Sequence[str], libraries: str = "") -> Run:
         RuntimeError: it failed, or a block was translated twice with different lengths.
     """
     here, there = os.pipe()
+    fcntl.fcntl(there, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     emulator = ["qemu-aarch64-static", "-cpu", cpu, "-L", "/usr/aarch64-linux-gnu"]
     emulator += ["-E", f"LD_LIBRARY_PATH={libraries}", "-d", "exec,nochain,in_asm", "-D", f"/dev/fd/{there}"]
     process = subprocess.Popen(
@@ -79,7 +93,7 @@ def counted(cpu: str, command: Sequence[str], libraries: str = "") -> Run:
     os.close(there)
     runs, lengths = Counter[bytes](), dict[int, int]()
     for piece in _pieces(here):
-        runs.update(_EXECUTED.findall(piece))
+        runs.update(piece.split(b"\n"))  # a block's lines are alike
         for block in _TRANSLATED.findall(piece) if b"IN: " in piece else ():
             first, length = int(block[2 : block.index(b":")], 16), block.count(b"\n")
             if lengths.setdefault(first, length) != length:
@@ -88,14 +102,16 @@ def counted(cpu: str, command: Sequence[str], libraries: str = "") -> Run:
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)} on {cpu}: exit code {process.returncode}: {said[-500:]}")
     ids = [int(token) for token in out.split(",")]
-    return Run(sum(count * lengths[int(first, 16)] for first, count in runs.items()), ids)
+    blocks = ((_EXECUTED.match(line), count) for line, count in runs.items())
+    return Run(sum(count * lengths[int(block[1], 16)] for block, count in blocks if block), ids)
 
 
 def _pieces(log: int) -> Iterator[bytes]:
     """Yield a log in pieces that end before a line of a block that is executed."""
     rest = b""
     with open(log, "rb", buffering=0) as stream:
-        while chunk := stream.read(1 << 20):
+        while chunk := stream.read(_PIPE_BYTES):
+            time.sleep(0.02 if len(chunk) < _PIPE_BYTES // 2 else 0)  # not to be woken for each line
             rest += chunk
             if (end := rest.rfind(b"\nTrace ") + 1) > 0:
                 yield rest[:end]
@@ -146,15 +162,15 @@ def build_llama(source: Path, work: Path) -> Path:
     return program
 
 
-def likeliest(bundle: Path, prompt: list[int], count: int) -> list[int]:
-    """Continue a prompt with PyTorch, by the weights of a bundle."""
-    logits, ids = GraphLogits(bundle_graph(bundle)), list(prompt)
+def likeliest(graph: GraphModule, prompt: list[int], count: int) -> list[int]:
+    """Continue a prompt with PyTorch."""
+    logits, ids = GraphLogits(graph), list(prompt)
     for _ in range(count):
         ids.append(int(torch.as_tensor(logits(torch.tensor([ids]).numpy()))[0, -1].argmax()))
     return ids[len(prompt) :]
 
 
-def _agreeing(ids: list[int], expected: list[int]) -> int:
+def agreeing(ids: list[int], expected: list[int]) -> int:
     """Count the tokens before the first that differs."""
     pairs = enumerate(zip(ids, expected, strict=True))
     return next((place for place, (one, other) in pairs if one != other), len(expected))
@@ -163,7 +179,7 @@ def _agreeing(ids: list[int], expected: list[int]) -> int:
 def rows(work: Path, source: Path) -> Iterator[str]:
     """Build and run everything; yield the lines of the table."""
     runner, llama = build_runner(work), build_llama(source, work)
-    text, _ = load_evaluation(Recipe.from_dict({"model": "reference"}).evaluation, None, reference(), 2048)
+    text, _ = load_evaluation(Recipe.from_dict(TEXT).evaluation, None, REFERENCE, 2048)
     ids = text.tolist()
     for name in FORMATS:
         if not (work / name).is_dir():
@@ -171,7 +187,7 @@ def rows(work: Path, source: Path) -> Iterator[str]:
     for kind, name in PEERS.items():
         if not (work / kind).is_dir():
             export_bundle(work / name, Gguf(), work / kind, check=False)
-    expected = {name: likeliest(work / name, ids[:PROMPT], 2 * TOKENS) for name in FORMATS}
+    expected = {name: likeliest(bundle_graph(work / name), ids[:PROMPT], 2 * TOKENS) for name in FORMATS}
     for level in ARCHITECTURES:
         for kind in (*PEERS, *FORMATS):
             first = PEERS.get(kind, kind)
@@ -185,17 +201,14 @@ def rows(work: Path, source: Path) -> Iterator[str]:
                     command += ["--threads", "1", "--speculate", "off"]
                 return counted(EMULATED[level], command, str(work / level))
 
-            short, long, wide = run(PROMPT, TOKENS), run(PROMPT, 2 * TOKENS), run(2 * PROMPT, TOKENS)
+            with ThreadPoolExecutor() as pool:
+                runs = pool.map(run, (PROMPT, PROMPT, 2 * PROMPT), (TOKENS, 2 * TOKENS, TOKENS))
+            short, long, wide = runs
             token = (long.instructions - short.instructions) / TOKENS / 1e6
             prompt = (wide.instructions - short.instructions) / PROMPT / 1e6
-            right = f"{_agreeing(long.ids, expected[first])} of {2 * TOKENS}"
+            right = f"{agreeing(long.ids, expected[first])} of {2 * TOKENS}"
             who = f"llama.cpp {kind}" if kind in PEERS else kind
             yield f"| {level} | {who} | {token:.2f} | {prompt:.2f} | {right} |"
-
-
-def reference() -> Path:
-    """Return the folder of the reference model."""
-    return Path(__file__).parents[1] / "models" / "reference"
 
 
 def main() -> None:
@@ -206,8 +219,12 @@ def main() -> None:
     parser.add_argument("results", nargs="?", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
+    found = []
     for line in rows(arguments.work.resolve(), arguments.llama.resolve()):
         print(line, flush=True)
+        found.append(line + "\n")
+    before, rest = arguments.results.read_text(encoding="utf-8").split(FIRST)
+    arguments.results.write_text(before + FIRST + HEAD + "".join(found) + LAST + rest.split(LAST)[1], encoding="utf-8")
 
 
 if __name__ == "__main__":
