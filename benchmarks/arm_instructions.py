@@ -2,7 +2,7 @@
 
     python benchmarks/arm_instructions.py --llama DIR --work DIR [FILE.md]
 
-The first folder is llama.cpp's source tree, the second keeps what is built; FILE.md is
+The first folder is llama.cpp's source tree, the second keeps what is built and counted; FILE.md is
 benchmarks/results/arm_instructions.md where it is not given.  Needs CMake, Ninja, Debian's g++-aarch64-linux-gnu and
 qemu-user-static.
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -176,39 +177,55 @@ def agreeing(ids: list[int], expected: list[int]) -> int:
     return next((place for place, (one, other) in pairs if one != other), len(expected))
 
 
-def rows(work: Path, source: Path) -> Iterator[str]:
-    """Build and run everything; yield the lines of the table."""
-    runner, llama = build_runner(work), build_llama(source, work)
+def prepared(work: Path) -> list[int]:
+    """Make what is missing of bundles, GGUF files and PyTorch's texts; return the text's token ids."""
     text, _ = load_evaluation(Recipe.from_dict(TEXT).evaluation, None, REFERENCE, 2048)
-    ids = text.tolist()
+    ids: list[int] = text.tolist()
     for name in FORMATS:
         if not (work / name).is_dir():
             make_bundle(name, work / name)
+        if not (work / f"{name}.json").is_file():
+            likely = likeliest(bundle_graph(work / name), ids[:PROMPT], 2 * TOKENS)
+            (work / f"{name}.json").write_text(json.dumps(likely))
     for kind, name in PEERS.items():
         if not (work / kind).is_dir():
             export_bundle(work / name, Gguf(), work / kind, check=False)
-    expected = {name: likeliest(bundle_graph(work / name), ids[:PROMPT], 2 * TOKENS) for name in FORMATS}
+    return ids
+
+
+def row(kind: str, level: str, command: Sequence[str], options: Sequence[str], ids: list[int], work: Path) -> str:
+    """Count three runs of a program; return a line of the table.
+
+    Args:
+        options: what stands before the number of tokens, behind the prompt.
+    """
+
+    def run(prompt: int, count: int) -> Run:
+        asked = [*command, ",".join(map(str, ids[:prompt])), *options, str(count)]
+        return counted(EMULATED[level], asked, str(work / level))
+
+    with ThreadPoolExecutor() as pool:
+        short, long, wide = pool.map(run, (PROMPT, PROMPT, 2 * PROMPT), (TOKENS, 2 * TOKENS, TOKENS))
+    token = (long.instructions - short.instructions) / TOKENS / 1e6
+    prompt = (wide.instructions - short.instructions) / PROMPT / 1e6
+    expected = json.loads((work / f"{PEERS.get(kind, kind)}.json").read_text())
+    right = f"{agreeing(long.ids, expected)} of {2 * TOKENS}"
+    who = f"llama.cpp {kind}" if kind in PEERS else kind
+    return f"| {level} | {who} | {token:.2f} | {prompt:.2f} | {right} |\n"
+
+
+def rows(work: Path, source: Path) -> Iterator[str]:
+    """Build and run what is missing in ``work``; yield the lines of the table."""
+    runner, llama, ids = build_runner(work), build_llama(source, work), prepared(work)
     for level in ARCHITECTURES:
         for kind in (*PEERS, *FORMATS):
-            first = PEERS.get(kind, kind)
-
-            def run(prompt: int, count: int, kind: str = kind, level: str = level) -> Run:
-                given = ",".join(map(str, ids[:prompt]))
-                if kind in PEERS:
-                    command = [str(llama), str(work / kind / FILE_NAME), given, str(count)]
-                else:
-                    command = [str(runner), str(work / kind), "--ids", given, "--max-tokens", str(count)]
-                    command += ["--threads", "1", "--speculate", "off"]
-                return counted(EMULATED[level], command, str(work / level))
-
-            with ThreadPoolExecutor() as pool:
-                runs = pool.map(run, (PROMPT, PROMPT, 2 * PROMPT), (TOKENS, 2 * TOKENS, TOKENS))
-            short, long, wide = runs
-            token = (long.instructions - short.instructions) / TOKENS / 1e6
-            prompt = (wide.instructions - short.instructions) / PROMPT / 1e6
-            right = f"{agreeing(long.ids, expected[first])} of {2 * TOKENS}"
-            who = f"llama.cpp {kind}" if kind in PEERS else kind
-            yield f"| {level} | {who} | {token:.2f} | {prompt:.2f} | {right} |"
+            kept = work / f"{level}-{kind}.txt"
+            if not kept.is_file():
+                theirs, ours = [str(llama), str(work / kind / FILE_NAME)], [str(runner), str(work / kind), "--ids"]
+                options = ["--threads", "1", "--speculate", "off", "--max-tokens"]
+                command, more = (theirs, []) if kind in PEERS else (ours, options)
+                kept.write_text(row(kind, level, command, more, ids, work))
+            yield kept.read_text()
 
 
 def main() -> None:
@@ -221,8 +238,8 @@ def main() -> None:
     arguments.work.mkdir(parents=True, exist_ok=True)
     found = []
     for line in rows(arguments.work.resolve(), arguments.llama.resolve()):
-        print(line, flush=True)
-        found.append(line + "\n")
+        print(line, end="", flush=True)
+        found.append(line)
     before, rest = arguments.results.read_text(encoding="utf-8").split(FIRST)
     arguments.results.write_text(before + FIRST + HEAD + "".join(found) + LAST + rest.split(LAST)[1], encoding="utf-8")
 

@@ -15,7 +15,7 @@ from native_runner import PROMPT, Runner, figures, ids_of, refused
 from compressor.host import emulation
 
 SOURCE = Path(__file__).resolve().parents[2] / "export" / "native"
-TOKENS = 60
+TOKENS = 30
 KINDS = ("lookup", "recycle", "planes", "self", "sparse", "auto")
 PYTHON = """
 import json, sys
@@ -45,7 +45,7 @@ def arm_runner(tmp_path_factory: pytest.TempPathFactory, require_tool: Callable[
     cmake, folder = str(require_tool("cmake")), tmp_path_factory.mktemp("arm-runner")
     require_tool("aarch64-linux-gnu-g++")
     options = [f"-DCMAKE_TOOLCHAIN_FILE={SOURCE / 'aarch64-linux.cmake'}", f"-DPython_EXECUTABLE={sys.executable}"]
-    for command in (["-S", str(SOURCE), "-B", str(folder), *options, "-DCMAKE_CXX_FLAGS_RELEASE=-O1"],
+    for command in (["-S", str(SOURCE), "-B", str(folder), *options, "-DCMAKE_CXX_FLAGS_RELEASE=-O0"],
                     ["--build", str(folder)]):  # fmt: skip
         done = subprocess.run([cmake, *command], capture_output=True, text=True)
         assert done.returncode == 0 and "warning" not in done.stderr, done.stdout + done.stderr
