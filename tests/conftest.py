@@ -187,15 +187,10 @@ def shared_data(request: pytest.FixtureRequest) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def write_module(require_tool: Callable[[str], Path]) -> Callable[..., Path]:
-    """``write_module(graph, context, dense_weight_bytes, folder, isa="native")`` is a module's or decoder's bundle.
-
-    A ``target`` takes the place of x86.
-    """
+    """``write_module(graph, context, dense_weight_bytes, folder, isa="native")`` is a module's or decoder's bundle."""
     require_tool("g++")
 
-    def write(
-        graph: Any, context: Any, dense_weight_bytes: int, folder: Path, isa: Any = "native", target: Any = None
-    ) -> Path:
+    def write(graph: Any, context: Any, dense_weight_bytes: int, folder: Path, isa: Any = "native") -> Path:
         from native_bundles import write_native_bundle
 
         from compressor.codegen.lowering.compile import compile_graph
@@ -203,13 +198,12 @@ def write_module(require_tool: Callable[[str], Path]) -> Callable[..., Path]:
         from compressor.export.facts import model_facts
         from compressor.export.vectors import make_vectors
 
-        target = target or X86(isa)
+        target = X86(isa)
         library = compile_graph(graph, target, tune="off", threads=1)
         library.save(folder / "kernels.so", target)
         model: dict[str, Any] = {**model_facts(graph), "name": "small"}
         parts = dict(
             graph=graph,
-            tvm_runtime=target.tvm_runtime(),
             parameters=library.parameters,
             library=folder / "kernels.so",
             vectors=make_vectors(graph),

@@ -54,7 +54,7 @@ def write_llama(
     from compressor.graph.model import weight_bytes
     from compressor.pipeline.context import Context
 
-    def write(*passes: Any, speculates: bool = False, layers: int = 1, target: Any = None) -> Path:
+    def write(*passes: Any, speculates: bool = False, layers: int = 1) -> Path:
         sizes = {"vocab_size": 64, "intermediate_size": 64, "num_hidden_layers": layers, "num_attention_heads": 2}
         graph = capture(random_llama(**sizes, max_position_embeddings=POSITIONS, initializer_range=0.3))
         # It goes on to the last position.
@@ -62,7 +62,7 @@ def write_llama(
         context, dense_weight_bytes = Context(), weight_bytes(graph)
         for step in passes:
             graph = step.run(graph, context)
-        return write_module(graph, context, dense_weight_bytes, tmp_path_factory.mktemp("native-bundle"), target=target)
+        return write_module(graph, context, dense_weight_bytes, tmp_path_factory.mktemp("native-bundle"))
 
     return write
 
@@ -128,29 +128,16 @@ def exit_bundle(write_llama: Callable[..., Path]) -> Path:
     return folder
 
 
-def _write_drafting(write_llama: Callable[..., Path], target: Any = None) -> Path:
-    """Write a bundle that drafts without its last feed-forward network, from upper planes, and from few inputs."""
+@pytest.fixture(scope="session")
+def drafting_bundle(write_llama: Callable[..., Path]) -> Path:
+    """Return a bundle that drafts without its last feed-forward network, from upper planes, and from few inputs."""
     from compressor.passes.rtn import Rtn
 
     planes, columns = Rtn("W8A8_G32_P4", targets="re:.*mlp.*"), Rtn("W8A16", targets="re:.*self_attn.*")
-    steps = (DraftFirst(0), planes, columns, SkipInputs())
-    folder = write_llama(*steps, speculates=True, layers=2, target=target)
+    folder = write_llama(DraftFirst(0), planes, columns, SkipInputs(), speculates=True, layers=2)
     skips = [{"without": ["ffn_1"], "agreement": 0.5, "cost": 0.5}]
     edit_manifest(folder, lambda manifest: manifest["model"].update(skips=skips, speculate="self"))
     return folder
-
-
-@pytest.fixture(scope="session")
-def drafting_bundle(write_llama: Callable[..., Path]) -> Path:
-    return _write_drafting(write_llama)
-
-
-@pytest.fixture(scope="session")
-def arm_bundle(write_llama: Callable[..., Path]) -> Path:
-    """Return a bundle for ARM that drafts by every kind but `heads` and `exit`."""
-    from compressor.codegen.targets.arm import Arm
-
-    return _write_drafting(write_llama, target=Arm("dotprod"))
 
 
 @pytest.fixture
