@@ -1,4 +1,7 @@
-"""Fetch libraries for other machines than this one out of wheels: pinned by their digests, kept in the cache."""
+"""Fetch libraries for other machines than this one out of wheels: pinned by their digests, kept in the cache.
+
+``python -m compressor.host.wheels aarch64`` prints the folder of tvm_ffi's headers and library, for CMake.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,10 @@ _PLATFORM = "manylinux_2_28_{machine}"
 
 TVM_RUNTIME = {"apache-tvm": ("0.27.0.post1", "4acfdb7653e4e1ba7a707bdf2833db72eb8fda7d04d99141f2a4e1da43171fb7")}
 """Version and SHA-256 of the wheel for aarch64, by name."""
+TVM_FFI = {"apache-tvm-ffi": ("0.1.14.post1", "c7a759781d4fbf2b99fa12f2741f250b882b06acc2747bb02831d491d1ac7d3c")}
+"""The same of the library and the headers that the run-time is called by."""
 GUEST_PACKAGES = {
-    "apache-tvm-ffi": ("0.1.14.post1", "c7a759781d4fbf2b99fa12f2741f250b882b06acc2747bb02831d491d1ac7d3c"),
+    **TVM_FFI,
     "numpy": ("2.4.6", "0ab0a9c4ffb1a6d95ef519fe4247dba8eb6b18ad93999f76b7f657039acabd47"),
     "typing-extensions": ("4.16.0", "481caa481374e813c1b176ada14e97f1f67a4539ce9cfeb3f350d78d6370c2e8"),
 }
@@ -44,21 +49,37 @@ def tvm_runtime(machine: str) -> Path:
     return Path(spec.origin).parent / "lib"
 
 
+def tvm_ffi(machine: str) -> Path:
+    """Return the package tvm_ffi for another machine: ``include`` with its headers, and ``lib/libtvm_ffi.so``.
+
+    Args:
+        machine: as Linux names it; "aarch64" is the one that wheels are pinned for.
+    Raises:
+        ToolchainError: the wheel cannot be had.
+    """
+    return _unpacked(TVM_FFI, machine, ("tvm_ffi/include/", "tvm_ffi/lib/libtvm_ffi.so")) / "tvm_ffi"
+
+
 def _other_runtime(machine: str) -> Path:
+    return _unpacked(TVM_RUNTIME, machine, ("tvm/lib/libtvm_runtime",)) / "tvm" / "lib"
+
+
+def _unpacked(pin: Mapping[str, tuple[str, str]], machine: str, wanted: tuple[str, ...]) -> Path:
+    """Return the folder of one wheel's members that begin so; it is fetched when it is first asked for."""
+    ((name, (version, _)),) = pin.items()
     if machine != "aarch64":
-        raise ToolchainError(f"TVM's run-time for {machine} is known on such machines only; compress there")
-    ((name, (version, _)),) = TVM_RUNTIME.items()
+        raise ToolchainError(f"{name} for {machine} is known on such machines only; compress there")
     if (installed := importlib.metadata.version(name)) != version:
         raise ToolchainError(
-            f"{name} {installed} is installed, and the run-time for {machine} is pinned at {version}; install that one"
+            f"{name} {installed} is installed, and the one for {machine} is pinned at {version}; install that one"
         )
     place = cache_folder() / "wheels" / f"{name}-{version}-{machine}"
     if not place.is_dir():
         place.parent.mkdir(parents=True, exist_ok=True)
         with partial_folder(place.parent, place.name) as partial:
-            fetch(TVM_RUNTIME, machine, partial, lambda member: member.startswith("tvm/lib/libtvm_runtime"))
+            fetch(pin, machine, partial, lambda member: member.startswith(wanted))
             settle(partial, place)
-    return place / "tvm" / "lib"
+    return place
 
 
 def settle(partial: Path, place: Path) -> None:
@@ -109,3 +130,10 @@ def fetch(
         for wheel in Path(scratch).glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(folder, [name for name in archive.namelist() if wanted(name)])
+
+
+if __name__ == "__main__":
+    try:
+        print(tvm_ffi(sys.argv[1]))
+    except ToolchainError as error:
+        sys.exit(f"error: {error}")

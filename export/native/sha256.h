@@ -8,6 +8,9 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#include <sys/auxv.h>
 #endif
 
 namespace sha256 {
@@ -80,6 +83,27 @@ __attribute__((target("sha,sse4.1"))) inline void blocks_sha_ni(uint32_t state[8
   const uint32_t ordered[8] = {s[3], s[2], s[7], s[6], s[1], s[0], s[5], s[4]};
   std::memcpy(state, ordered, sizeof ordered);
 }
+#elif defined(__aarch64__)
+__attribute__((target("+crypto"))) inline void blocks_armv8(uint32_t state[8], const uint8_t* data, size_t count) {
+  uint32x4_t abcd = vld1q_u32(state), efgh = vld1q_u32(state + 4);
+  for (; count != 0; --count, data += 64) {
+    uint32x4_t w[4], before_abcd = abcd, before_efgh = efgh;
+    for (int i = 0; i < 4; ++i) w[i] = vreinterpretq_u32_u8(vrev32q_u8(vld1q_u8(data + 16 * i)));
+    for (int i = 0; i < 16; ++i) {  // four rounds each
+      uint32x4_t& now = w[i % 4];
+      uint32x4_t sum = vaddq_u32(now, vld1q_u32(kRounds + 4 * i)), previous = abcd;
+      abcd = vsha256hq_u32(abcd, efgh, sum);
+      efgh = vsha256h2q_u32(efgh, previous, sum);
+      if (i < 12) {  // the words for four steps later
+        now = vsha256su1q_u32(vsha256su0q_u32(now, w[(i + 1) % 4]), w[(i + 2) % 4], w[(i + 3) % 4]);
+      }
+    }
+    abcd = vaddq_u32(abcd, before_abcd);
+    efgh = vaddq_u32(efgh, before_efgh);
+  }
+  vst1q_u32(state, abcd);
+  vst1q_u32(state + 4, efgh);
+}
 #endif
 
 inline void blocks(uint32_t state[8], const uint8_t* data, size_t count) {
@@ -87,6 +111,8 @@ inline void blocks(uint32_t state[8], const uint8_t* data, size_t count) {
   unsigned a, b = 0, c, d;
   bool has = __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (b >> 29 & 1) != 0 && __builtin_cpu_supports("sse4.1");
   if (has) return blocks_sha_ni(state, data, count);
+#elif defined(__aarch64__)
+  if ((getauxval(AT_HWCAP) >> 6 & 1) != 0) return blocks_armv8(state, data, count);  // HWCAP_SHA2
 #endif
   blocks_portable(state, data, count);
 }
