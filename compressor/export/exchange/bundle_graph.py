@@ -60,6 +60,17 @@ def bundle_graph(bundle: Path, model: str | None = None) -> GraphModule:
     return graph
 
 
+def bundle_recipe(bundle: Path) -> Recipe:
+    """Return a bundle's recipe, as far as an export needs it: its calibration, and its trust in code.
+
+    Raises:
+        RecipeError: the calibration's files are not where they were.
+    """
+    stated = field(read_manifest(bundle), "recipe", dict)
+    kept = {key: stated[key] for key in ("calibration", "trust_remote_code") if stated.get(key) is not None}
+    return Recipe.from_dict({**kept, "passes": []})
+
+
 def _trusts(manifest: dict[str, Any]) -> bool:
     return bool(field(manifest, "recipe", dict).get("trust_remote_code"))
 

@@ -1,0 +1,225 @@
+"""Our codes in GGUF and compressed-tensors against llama.cpp's own quantiser and llm-compressor's GPTQ, on one text.
+
+    python benchmarks/exports_peers.py reference stories260K --quantize LLAMA_QUANTIZE --peers FOLDER
+        > benchmarks/results/exports_peers.md
+
+LLAMA_QUANTIZE is llama.cpp's program of that name, and FOLDER/llmcompressor/bin/python has llm-compressor
+(benchmarks/peers/README.md).  Models and texts are those of benchmarks/quality.yaml: all calibrate on the same 64
+windows of 256 tokens, llama.cpp by way of the imatrix that `exports: [imatrix]` writes of them, and are evaluated on the
+same 16,384 others.  Each variant is a folder, ours written by `exports:`; its dequantised weights run in our graph in
+float32, where nothing rounds activations.  Bits are those of the compressed linears, counted in the files; embeddings
+and head stay as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from quality import measure_peer
+from quality_evaluate import Remembered
+from quality_row import LENGTH, SAMPLES, STRIDE, WINDOW, compress, load_texts, texts
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compressor.capture.capture import capture
+from compressor.capture.checkpoints.gguf.gguf_file import read_gguf
+from compressor.data.text import Samples
+from compressor.evaluate.quality import GraphLogits, measure_quality
+from compressor.export.exchange.export import Export
+from compressor.export.exchange.job import export_graph
+from compressor.graph.model import clone_graph
+from compressor.graph.sites import linear_sites
+from compressor.recipe.exports import make_export
+from compressor.recipe.recipe import Recipe, load_text_spec
+
+HERE = Path(__file__).resolve().parent
+LINEARS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+OURS = (("gguf", "W4A16_G32"), ("compressed-tensors", "W4A16_G128"))
+METHODS = ("rtn", "gptq", "adaptive_rounding")
+FOREIGN = (("Q4_0", False), ("Q4_0", True), ("Q4_K_S", True))
+HEADINGS = ("layout", "codes by", "format", "bits a weight", "perplexity", "increase", "KL, nats", "95% interval")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, and what all variants are made of and measured on."""
+
+    entry: Mapping[str, Any]
+    dense: GraphModule
+    samples: Samples
+    tokens: Tensor
+    logits: Remembered
+    scratch: Path
+
+    def figures(self, graph: GraphModule) -> dict[str, Any]:
+        """Return the quality of a graph beside the dense model."""
+        return measure_quality(
+            GraphLogits(graph), self.tokens, window=WINDOW, stride=STRIDE, dense=self.logits
+        ).metrics()
+
+    def empty(self, name: str) -> Path:
+        """Return a new folder."""
+        folder = self.scratch / name
+        folder.mkdir()
+        return folder
+
+
+def opened(name: str, root: Path, scratch: Path) -> Setting:
+    """Capture a model of quality.yaml, whose paths are relative to ``root``, and read its texts."""
+    entry = yaml.safe_load((HERE / "quality.yaml").read_text(encoding="utf-8"))[name]
+    entry["model"] = str((root / entry["model"]).resolve())
+    if "text" in entry:
+        entry["text"] = str((root / entry["text"]).resolve())
+    dense = capture(entry["model"])
+    samples, tokens = load_texts(entry, dense)
+    return Setting(entry, dense, samples, tokens, Remembered(GraphLogits(dense)), scratch)
+
+
+def held(setting: Setting, scheme: str) -> tuple[str, ...]:
+    """Return the linears that a format's groups do not fit, which stay dense: llama.cpp leaves them in float16 too."""
+    group = int(scheme.rpartition("_G")[2])
+    return tuple(site.name for site in linear_sites(setting.dense) if site.in_features % group)
+
+
+def ours(setting: Setting, layout: str, scheme: str, method: str) -> tuple[GraphModule, float]:
+    """Compress, export, and read the folder again; bits of the compressed linears."""
+    ignore = ("lm_head", *held(setting, scheme))
+    graph, _, _, _ = compress(setting.dense, [{method: {"scheme": scheme, "ignore": ignore}}], setting.samples)
+    folder = setting.empty(f"{layout}-{method}")
+    form = make_export(layout, ("pre=none",) if layout == "gguf" else ()).plan(graph)
+    written = export_graph(graph, form, folder, folder, check=False).written
+    return capture(folder), 8 * sum(written.sizes[n].bytes for n in form.packed) / sum(
+        written.sizes[n].elements for n in form.packed
+    )
+
+
+def whole_gguf(setting: Setting) -> Path:
+    """Return the dense model as GGUF, in the type in which it is stored."""
+    folder, graph = setting.empty("whole"), clone_graph(setting.dense)
+    export_graph(graph, make_export("gguf", ()).plan(graph), folder, folder, check=False)
+    return folder / "model.gguf"
+
+
+def imatrix(setting: Setting) -> Path:
+    """Return the statistics of the calibration's windows, as an export writes them."""
+    learn, _ = texts(dict(setting.entry), setting.scratch)
+    spec = load_text_spec(learn).model_copy(update={"samples": SAMPLES, "sequence_length": LENGTH})
+    recipe = Recipe.from_dict({"passes": []}).model_copy(update={"calibration": spec})
+    export: Export = make_export("imatrix", ())
+    form = export.plan_for(setting.dense, recipe)
+    folder = setting.empty("imatrix")
+    export_graph(setting.dense, form, folder, folder)
+    return folder / "imatrix.gguf"
+
+
+def llama(setting: Setting, program: Path, whole: Path, kind: str, matrix: Path | None) -> tuple[GraphModule, float]:
+    """Quantise by llama.cpp, and read the file again; bits of the linears that it did not leave in floats."""
+    out = setting.empty(f"llama-{kind}-{matrix is not None}")
+    dense = "bf16" if "BF16" in {t.type for t in read_gguf(whole).tensors.values()} else "f16"
+    command = [str(program), "--token-embedding-type", dense, "--output-tensor-type", dense]
+    command += ["--imatrix", str(matrix)] if matrix else []
+    done = subprocess.run([*command, str(whole), str(out / "model.gguf"), kind], capture_output=True, text=True)
+    if done.returncode or (matrix and "importance matrix entries" not in done.stdout + done.stderr):
+        sys.exit((done.stdout + done.stderr)[-2000:])
+    (out / "tokenizer.json").write_bytes((Path(setting.entry["model"]) / "tokenizer.json").read_bytes())
+    file = read_gguf(out / "model.gguf")
+    packed = [
+        tensor for name, tensor in file.tensors.items()
+        if any(f".{part}.weight" in name for part in LINEARS) and tensor.type not in ("F16", "F32", "BF16")
+    ]  # fmt: skip
+    return capture(out), 8 * sum(t.size_bytes for t in packed) / sum(t.shape[0] * t.shape[1] for t in packed)
+
+
+def llmcompressor(setting: Setting, python: Path, scheme: str) -> tuple[GraphModule, float]:
+    """Run GPTQ of llm-compressor by its driver; what transformers unpacks of its folder."""
+    ids, out = setting.scratch / "ids.npy", setting.empty("llmcompressor")
+    np.save(ids, setting.samples.ids.numpy())
+    row = {"who": "llmcompressor", "method": "gptq", "format": scheme}
+    figures = measure_peer(python, row, dict(setting.entry), ids, str(out), {**os.environ, "OMP_NUM_THREADS": "1"})
+    graph, weights = clone_graph(setting.dense), load_file(out / "model.safetensors")
+    for name, parameter in graph.named_parameters():
+        parameter.data = weights[name].float()
+    return graph, figures["bits"]
+
+
+def variants(setting: Setting, options: argparse.Namespace) -> Iterator[tuple[tuple[str, ...], GraphModule, float]]:
+    """Yield each variant: layout, method and format, its graph, and bits a weight."""
+    for layout, scheme in OURS:
+        for method in options.methods:
+            yield (layout, f"ours, {method}", scheme), *ours(setting, layout, scheme, method)
+    if options.quantize:
+        whole, matrix = whole_gguf(setting), imatrix(setting)
+        for kind, weighed in FOREIGN:
+            who = "llama-quantize, imatrix" if weighed else "llama-quantize"
+            yield ("gguf", who, kind), *llama(setting, options.quantize, whole, kind, matrix if weighed else None)
+    if options.peers:
+        python = options.peers / "llmcompressor/bin/python"
+        scheme = OURS[1][1]
+        yield ("compressed-tensors", "llm-compressor, gptq", scheme), *llmcompressor(setting, python, scheme)
+
+
+def compare(rows: Mapping[tuple[str, ...], dict[str, Any]]) -> Iterator[str]:
+    """Yield our best codes beside each foreign variant of the layout, as ratios of KL divergences."""
+    for key, row in rows.items():
+        if key[1].startswith("ours"):
+            continue
+        mine = min((k for k in rows if k[0] == key[0] and k[1].startswith("ours")), key=lambda k: rows[k]["kl"])
+        best = rows[mine]
+        yield (
+            f"- {key[0]}: KL of {mine[1]} {mine[2]} ({best['bits']:.3f} bits) is {best['kl'] / row['kl']:.2f} times "
+            f"that of {key[1]} {key[2]} ({row['bits']:.3f} bits)"
+        )
+
+
+def report(name: str, options: argparse.Namespace) -> None:
+    """Print one model's table."""
+    with tempfile.TemporaryDirectory() as scratch:
+        setting = opened(name, options.root, Path(scratch))
+        base = setting.figures(setting.dense)
+        print(f"\n## {name}\n\nDense perplexity {base['perplexity']:.4f}.\n")
+        print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}")
+        rows: dict[tuple[str, ...], dict[str, Any]] = {}
+        for key, graph, bits in variants(setting, options):
+            found = setting.figures(graph)
+            low, high = found["kl_divergence_interval"]
+            rows[key] = {"bits": bits, "kl": found["kl_divergence"]}
+            cells = (
+                *key, f"{bits:.3f}", f"{found['perplexity']:.4f}",
+                f"{100 * (found['perplexity'] / base['perplexity'] - 1):+.2f}%", f"{found['kl_divergence']:.5f}",
+                f"{low:.5f} to {high:.5f}",
+            )  # fmt: skip
+            print(f"| {' | '.join(cells)} |", flush=True)
+        print("", *compare(rows), sep="\n", flush=True)
+
+
+def main() -> None:
+    """Print a table a model."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--quantize", type=Path, help="llama.cpp's llama-quantize")
+    parser.add_argument("--peers", type=Path, help="folder of environments")
+    parser.add_argument("--root", type=Path, default=HERE.parent, help="that paths in quality.yaml are relative to")
+    parser.add_argument("--methods", type=lambda text: tuple(text.split(",")), default=METHODS)
+    options = parser.parse_args()
+    print(
+        "# Our codes in foreign layouts, and the layouts' own quantisers\n\nMade by `benchmarks/exports_peers.py`. "
+        "Calibrated on the same 64 windows of 256 tokens, evaluated on the same 16,384 tokens in windows of 256 with "
+        "stride 128, all by dequantised weights in one float32 graph. Bits are of the compressed linears."
+    )
+    for name in options.models:
+        report(name, options)
+
+
+if __name__ == "__main__":
+    main()
