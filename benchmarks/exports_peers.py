@@ -1,19 +1,20 @@
 """Our codes in GGUF and compressed-tensors against llama.cpp's own quantiser and llm-compressor's GPTQ, on one text.
 
-    python benchmarks/exports_peers.py reference stories260K --quantize LLAMA_QUANTIZE --peers FOLDER
-        > benchmarks/results/exports_peers.md
+    python benchmarks/exports_peers.py reference stories260K --peers FOLDER > benchmarks/results/exports_peers.md
 
-LLAMA_QUANTIZE is llama.cpp's program of that name, and FOLDER/llmcompressor/bin/python has llm-compressor
+FOLDER holds the environments of llamacpp (llama-cpp-python, which has llama.cpp's quantiser) and llmcompressor
 (benchmarks/peers/README.md).  Models and texts are those of benchmarks/quality.yaml: all calibrate on the same 64
-windows of 256 tokens, llama.cpp by way of the imatrix that `exports: [imatrix]` writes of them, and are evaluated on the
-same 16,384 others.  Each variant is a folder, ours written by `exports:`; its dequantised weights run in our graph in
+windows of 256 tokens, llama.cpp by way of the imatrix that an export writes of them, and are evaluated on the
+same 16,384 others.  Each variant is a folder, ours written by an export; its dequantised weights run in our graph in
 float32, where nothing rounds activations.  Bits are those of the compressed linears, counted in the files; embeddings
-and head stay as they are.
+and head stay as they are.  GGUF files are also run by llama.cpp itself, which rounds activations to 8 bits: the greedy
+tokens of one prompt up to the first that the float32 graph of the same file would not have chosen.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -33,10 +34,11 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
-from compressor.capture.checkpoints.gguf.gguf_file import read_gguf
+from compressor.capture.checkpoints.gguf.gguf_file import PLAIN_TYPES, read_gguf
 from compressor.data.text import Samples
+from compressor.errors import UsageError
 from compressor.evaluate.quality import GraphLogits, measure_quality
-from compressor.export.exchange.export import Export
+from compressor.export.exchange.export import Export, Form
 from compressor.export.exchange.job import export_graph
 from compressor.graph.model import clone_graph
 from compressor.graph.sites import linear_sites
@@ -48,7 +50,9 @@ LINEARS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "f
 OURS = (("gguf", "W4A16_G32"), ("compressed-tensors", "W4A16_G128"))
 METHODS = ("rtn", "gptq", "adaptive_rounding")
 FOREIGN = (("Q4_0", False), ("Q4_0", True), ("Q4_K_S", True))
-HEADINGS = ("layout", "codes by", "format", "bits a weight", "perplexity", "increase", "KL, nats", "95% interval")
+HEADINGS = ("layout", "codes by", "format", "bits a weight", "perplexity", "increase", "KL, nats", "95% interval",
+            "tokens equal in llama.cpp")  # fmt: skip
+PROMPT, NEW = 64, 64
 
 
 @dataclass(frozen=True)
@@ -92,22 +96,38 @@ def held(setting: Setting, scheme: str) -> tuple[str, ...]:
     return tuple(site.name for site in linear_sites(setting.dense) if site.in_features % group)
 
 
-def ours(setting: Setting, layout: str, scheme: str, method: str) -> tuple[GraphModule, float]:
-    """Compress, export, and read the folder again; bits of the compressed linears."""
+@dataclass(frozen=True)
+class Variant:
+    """A compressed model: the graph of its dequantised weights, bits of its linears, and the file, if it is GGUF."""
+
+    graph: GraphModule
+    bits: float
+    file: Path | None = None
+
+
+def gguf_form(graph: GraphModule) -> Form:
+    """Plan an export to GGUF, without a tokenizer where the model's has no place there."""
+    try:
+        return make_export("gguf", ()).plan(graph)
+    except UsageError:
+        return make_export("gguf", ("pre=none",)).plan(graph)
+
+
+def ours(setting: Setting, layout: str, scheme: str, method: str) -> Variant:
+    """Compress, export, and read the folder again."""
     ignore = ("lm_head", *held(setting, scheme))
     graph, _, _, _ = compress(setting.dense, [{method: {"scheme": scheme, "ignore": ignore}}], setting.samples)
     folder = setting.empty(f"{layout}-{method}")
-    form = make_export(layout, ("pre=none",) if layout == "gguf" else ()).plan(graph)
-    written = export_graph(graph, form, folder, folder, check=False).written
-    return capture(folder), 8 * sum(written.sizes[n].bytes for n in form.packed) / sum(
-        written.sizes[n].elements for n in form.packed
-    )
+    form = gguf_form(graph) if layout == "gguf" else make_export(layout, ()).plan(graph)
+    sizes = export_graph(graph, form, folder, folder, check=False).written.sizes
+    bits = 8 * sum(sizes[name].bytes for name in form.packed) / sum(sizes[name].elements for name in form.packed)
+    return Variant(capture(folder), bits, folder / "model.gguf" if layout == "gguf" else None)
 
 
 def whole_gguf(setting: Setting) -> Path:
     """Return the dense model as GGUF, in the type in which it is stored."""
     folder, graph = setting.empty("whole"), clone_graph(setting.dense)
-    export_graph(graph, make_export("gguf", ()).plan(graph), folder, folder, check=False)
+    export_graph(graph, gguf_form(graph), folder, folder, check=False)
     return folder / "model.gguf"
 
 
@@ -123,25 +143,44 @@ def imatrix(setting: Setting) -> Path:
     return folder / "imatrix.gguf"
 
 
-def llama(setting: Setting, program: Path, whole: Path, kind: str, matrix: Path | None) -> tuple[GraphModule, float]:
-    """Quantise by llama.cpp, and read the file again; bits of the linears that it did not leave in floats."""
+def in_llama(peers: Path, *arguments: object) -> dict[str, Any]:
+    """Ask llama.cpp's driver."""
+    command = [str(peers / "llamacpp/bin/python"), "-m", "benchmarks.peers.llamacpp", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(HERE.parent)})
+    if done.returncode:
+        sys.exit(done.stderr[-2000:])
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def llama(setting: Setting, peers: Path, whole: Path, kind: str, matrix: Path | None) -> Variant:
+    """Quantise by llama.cpp, and read the file again; bits are of the linears that it did not leave in floats."""
     out = setting.empty(f"llama-{kind}-{matrix is not None}")
-    dense = "bf16" if "BF16" in {t.type for t in read_gguf(whole).tensors.values()} else "f16"
-    command = [str(program), "--token-embedding-type", dense, "--output-tensor-type", dense]
-    command += ["--imatrix", str(matrix)] if matrix else []
-    done = subprocess.run([*command, str(whole), str(out / "model.gguf"), kind], capture_output=True, text=True)
-    if done.returncode or (matrix and "importance matrix entries" not in done.stdout + done.stderr):
-        sys.exit((done.stdout + done.stderr)[-2000:])
+    answer = in_llama(peers, "quantize", whole, out / "model.gguf", kind, *([matrix] if matrix else []))
+    if matrix and answer["entries"] != sum(site.name != "lm_head" for site in linear_sites(setting.dense)):
+        sys.exit(f"{answer['entries']} importances were read")
     (out / "tokenizer.json").write_bytes((Path(setting.entry["model"]) / "tokenizer.json").read_bytes())
     file = read_gguf(out / "model.gguf")
     packed = [
         tensor for name, tensor in file.tensors.items()
-        if any(f".{part}.weight" in name for part in LINEARS) and tensor.type not in ("F16", "F32", "BF16")
+        if any(f".{part}.weight" in name for part in LINEARS) and tensor.type not in PLAIN_TYPES
     ]  # fmt: skip
-    return capture(out), 8 * sum(t.size_bytes for t in packed) / sum(t.shape[0] * t.shape[1] for t in packed)
+    bits = 8 * sum(t.size_bytes for t in packed) / sum(t.shape[0] * t.shape[1] for t in packed)
+    return Variant(capture(out), bits, out / "model.gguf")
 
 
-def llmcompressor(setting: Setting, python: Path, scheme: str) -> tuple[GraphModule, float]:
+def equal_tokens(setting: Setting, peers: Path, variant: Variant) -> str:
+    """Continue the evaluation's first tokens in llama.cpp, and compare with the graph of the same file."""
+    if variant.file is None or "tokenizer.ggml.model" not in read_gguf(variant.file).metadata:
+        return ""
+    prompt = setting.tokens[:PROMPT].tolist()
+    found = in_llama(peers, "greedy", variant.file, NEW, *prompt)["tokens"]
+    chosen = GraphLogits(variant.graph)(np.array([prompt + found]))[0, PROMPT - 1 : -1].argmax(-1).numpy()
+    unequal = np.flatnonzero(chosen != np.array(found))
+    return f"{int(unequal[0]) if len(unequal) else NEW} of {NEW}"
+
+
+def llmcompressor(setting: Setting, python: Path, scheme: str) -> Variant:
     """Run GPTQ of llm-compressor by its driver; what transformers unpacks of its folder."""
     ids, out = setting.scratch / "ids.npy", setting.empty("llmcompressor")
     np.save(ids, setting.samples.ids.numpy())
@@ -150,23 +189,22 @@ def llmcompressor(setting: Setting, python: Path, scheme: str) -> tuple[GraphMod
     graph, weights = clone_graph(setting.dense), load_file(out / "model.safetensors")
     for name, parameter in graph.named_parameters():
         parameter.data = weights[name].float()
-    return graph, figures["bits"]
+    return Variant(graph, figures["bits"])
 
 
-def variants(setting: Setting, options: argparse.Namespace) -> Iterator[tuple[tuple[str, ...], GraphModule, float]]:
-    """Yield each variant: layout, method and format, its graph, and bits a weight."""
+def variants(setting: Setting, options: argparse.Namespace) -> Iterator[tuple[tuple[str, ...], Variant]]:
+    """Yield each variant under its layout, method and format."""
     for layout, scheme in OURS:
         for method in options.methods:
-            yield (layout, f"ours, {method}", scheme), *ours(setting, layout, scheme, method)
-    if options.quantize:
-        whole, matrix = whole_gguf(setting), imatrix(setting)
-        for kind, weighed in FOREIGN:
-            who = "llama-quantize, imatrix" if weighed else "llama-quantize"
-            yield ("gguf", who, kind), *llama(setting, options.quantize, whole, kind, matrix if weighed else None)
-    if options.peers:
-        python = options.peers / "llmcompressor/bin/python"
-        scheme = OURS[1][1]
-        yield ("compressed-tensors", "llm-compressor, gptq", scheme), *llmcompressor(setting, python, scheme)
+            yield (layout, f"ours, {method}", scheme), ours(setting, layout, scheme, method)
+    if not options.peers:
+        return
+    whole, matrix = whole_gguf(setting), imatrix(setting)
+    for kind, weighed in FOREIGN:
+        who = "llama.cpp, imatrix" if weighed else "llama.cpp"
+        yield ("gguf", who, kind), llama(setting, options.peers, whole, kind, matrix if weighed else None)
+    python, scheme = options.peers / "llmcompressor/bin/python", OURS[1][1]
+    yield ("compressed-tensors", "llm-compressor, gptq", scheme), llmcompressor(setting, python, scheme)
 
 
 def compare(rows: Mapping[tuple[str, ...], dict[str, Any]]) -> Iterator[str]:
@@ -190,14 +228,14 @@ def report(name: str, options: argparse.Namespace) -> None:
         print(f"\n## {name}\n\nDense perplexity {base['perplexity']:.4f}.\n")
         print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}")
         rows: dict[tuple[str, ...], dict[str, Any]] = {}
-        for key, graph, bits in variants(setting, options):
-            found = setting.figures(graph)
+        for key, variant in variants(setting, options):
+            found, bits = setting.figures(variant.graph), variant.bits
             low, high = found["kl_divergence_interval"]
             rows[key] = {"bits": bits, "kl": found["kl_divergence"]}
             cells = (
                 *key, f"{bits:.3f}", f"{found['perplexity']:.4f}",
                 f"{100 * (found['perplexity'] / base['perplexity'] - 1):+.2f}%", f"{found['kl_divergence']:.5f}",
-                f"{low:.5f} to {high:.5f}",
+                f"{low:.5f} to {high:.5f}", equal_tokens(setting, options.peers, variant) if options.peers else "",
             )  # fmt: skip
             print(f"| {' | '.join(cells)} |", flush=True)
         print("", *compare(rows), sep="\n", flush=True)
@@ -207,7 +245,6 @@ def main() -> None:
     """Print a table a model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+")
-    parser.add_argument("--quantize", type=Path, help="llama.cpp's llama-quantize")
     parser.add_argument("--peers", type=Path, help="folder of environments")
     parser.add_argument("--root", type=Path, default=HERE.parent, help="that paths in quality.yaml are relative to")
     parser.add_argument("--methods", type=lambda text: tuple(text.split(",")), default=METHODS)

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
 from compressor.errors import UsageError
+from compressor.export.exchange.dense_form import refuse_packed_caches
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
 from compressor.graph.kinds.tables import embedding_tables, replace_table
@@ -89,11 +90,7 @@ def _check_model(bundle: Path, manifest: dict[str, Any], info: ModelInfo) -> Non
     stated = field(manifest, "model", dict)
     if stated.get("config_sha256") not in (None, info.config_sha256):
         raise UsageError(f"{bundle}: was made from another model than {info.name}: config.json has another SHA-256")
-    if stated.get("cache_format") not in (None, info.cache_format):
-        raise UsageError(
-            f"{bundle}: keeps keys and values as {stated['cache_format']}, which no export here writes down; leave "
-            "kv_cache out of the recipe"
-        )
+    refuse_packed_caches(bundle, stated.get("cache_format") or info.cache_format)
 
 
 def _put_packed(graph: GraphModule, manifest: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:

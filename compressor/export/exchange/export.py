@@ -23,7 +23,7 @@ from compressor.errors import UsageError
 from compressor.export.checkpoints.fewer_layers import lists_of
 from compressor.export.checkpoints.folder import FolderForm, plan_folder, write_folder
 from compressor.export.checkpoints.stored import StoredFiles, StoredModel, write_safetensors_files
-from compressor.export.exchange.dense_form import PackedSite, dense_form, list_packed
+from compressor.export.exchange.dense_form import PackedSite, dense_form, list_packed, refuse_packed_caches
 from compressor.formats.packing import dequantize_rows
 from compressor.graph.model import ModelInfo
 from compressor.host.cache import cache_folder
@@ -176,6 +176,7 @@ class Export(ABC):
         Raises:
             UsageError: a site, or the model, cannot be held; the site and its format are named.
         """
+        refuse_packed_caches(graph.meta["model"].name, graph.meta["model"].cache_format)
         kept = self._kept(self.sites(graph))
         refuse_sites(self.title, [(site, self._why_not(site)) for site in kept])
         folder = model_folder(graph)

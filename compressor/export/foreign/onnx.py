@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.errors import UsageError
-from compressor.export.exchange.dense_form import PackedSite, base_name, packed_weight
+from compressor.export.exchange.dense_form import PackedSite, base_name, packed_weight, refuse_packed_caches
 from compressor.export.exchange.export import Export, Form, StoredSize, Written, refuse_sites
 from compressor.export.onnx_out.codes import stored_bits, why_not_blocks
 from compressor.export.onnx_out.model import OPSETS, plan_model, write_model
@@ -90,6 +90,7 @@ class Onnx(Export):
         """
         if self.opset not in OPSETS:
             raise UsageError(f"opset: {self.opset}; there are {OPSETS.start} to {OPSETS.stop - 1}")
+        refuse_packed_caches(graph.meta["model"].name, graph.meta["model"].cache_format)
         kept = self._kept(self.sites(graph))
         refuse_sites(self.title, [(site, self.why_not(site)) for site in kept])
         form = OnnxForm(self, tuple(site.parameter for site in kept))
