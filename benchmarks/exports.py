@@ -1,6 +1,6 @@
 """Exports of small models, loaded by their client: how far outputs are apart, equal greedy tokens, true bits a weight.
 
-    python benchmarks/exports.py models/reference [MORE FOLDERS] [--only gptq] > benchmarks/results/exports.md
+    python benchmarks/exports.py models/reference [MiniLM=FOLDER ...] [--only gptq] > benchmarks/results/exports.md
     python benchmarks/exports.py --resnet WEIGHTS IMAGES --experts --ort-web peers/node_modules/onnxruntime-web/dist
 
 Weights are rounded to nearest, which calibrates nothing but stored scales of activations: what is measured is the
@@ -49,23 +49,23 @@ DECODERS = (
     ("awq", (), ("W4A16_ASYM_G128",)),
     ("gguf", (), ("W4A16_G128", "W4A16_ASYM_G128", MIXED, "W4A8_G128")),
     ("gguf", ("dense=down_proj",), ("W4A16_G32",)),
-    ("onnx", (), ("W4A16_G128", "W4A16_C", "W3A16_ASYM_G128", "W8A8", MIXED, "LUT4_G128")),
+    ("onnx", (), ("W4A16_G128", "W4A16_C", "W3A16_ASYM_G128", "W8A8", MIXED, "FP8_E4M3", "LUT4_G128")),
     ("onnx", ("operators=standard",), ("W4A16_G128",)),
     ("onnx", ("external=true",), ("W4A16_G128",)),
     ("safetensors", (), ("LUT4_G128",)),
 )
 ENCODERS = (
     ("compressed-tensors", (), ("W4A16_G128", "W8A8")),
-    ("onnx", (), ("W4A16_G128", "W8A8")),
+    ("onnx", (), ("W4A16_G128", "W8A8", "FP8_E4M3")),
     ("gguf", (), ("W4A16_G128",)),
     ("safetensors", (), ("LUT4_G128",)),
 )
 MODULES = (
-    ("onnx", (), ("W8A8_STATIC", "W8A16", "W4A16_C")),
+    ("onnx", (), ("W8A8_STATIC", "W8A16", "W4A16_C", "FP8_E4M3")),
     ("onnx", ("external=true",), ("W8A8_STATIC",)),
     ("compressed-tensors", (), ("W8A16",)),
 )
-PAGE = "onnx", (), "W4A16_G128"  # that Chromium loads as well
+PAGES = ("W4A16_G128", "W4A16_C")  # formats whose ONNX files Chromium loads as well
 PROMPT, NEW = 16, 64
 HEADINGS = ("model", "export", "format", "bits a weight", "folder, kB", "outputs differ by", "greedy tokens equal")
 
@@ -110,12 +110,14 @@ def exported(
         graph = compressed(subject, scheme, name in ("onnx", "safetensors"))
         form = export.plan(graph)
     except UsageError as error:
-        return str(error).split(";")[0].splitlines()[0].split(": ", 2)[-1], ""
+        line = str(error).split(";")[0].splitlines()[0]
+        site = line.split(": ", 2)  # name, format, reason
+        return site[2] if len(site) == 3 and site[1] in scheme else line, ""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         found = export_graph(graph, form, folder, folder)
-        asked = dist is not None and (name, options, scheme) == PAGE
-        return found, in_browser(graph, folder, dist) if asked and dist is not None else ""
+        paged = name == "onnx" and not options and scheme in PAGES
+        return found, in_browser(graph, folder, dist) if paged and dist is not None else ""
 
 
 def in_browser(graph: GraphModule, folder: Path, dist: Path) -> str:
@@ -164,7 +166,8 @@ def rows(subject: Subject, only: Sequence[str], dist: Path | None) -> Iterator[t
 def subjects(asked: argparse.Namespace, scratch: Path) -> Iterator[Subject]:
     """Capture the models that are asked for."""
     for model in asked.models:
-        yield Subject(model.name, capture(model))
+        name, _, folder = model.rpartition("=")
+        yield Subject(name or Path(folder).name, capture(folder))
     if asked.resnet:
         weights, images = asked.resnet
         data = data_recipe(images, 64)
@@ -190,7 +193,7 @@ def random_experts(folder: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", type=Path)
+    parser.add_argument("models", nargs="*", metavar="[NAME=]FOLDER")
     parser.add_argument("--only", default="", help="parts of an export's name, options and format, joined by commas")
     parser.add_argument("--resnet", nargs=2, metavar=("WEIGHTS", "IMAGES"), help="see benchmarks/resnet.py")
     parser.add_argument("--experts", action="store_true")

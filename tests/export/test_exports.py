@@ -198,7 +198,12 @@ def test_words_unpack_by_definition(
         ("compressed-tensors", [], [rtn("W4A16_G32"), Embedding()], ["model.embed_tokens", "W8A16", "table"]),
         ("compressed-tensors", ["dense=up_proj2"], [rtn("W4A16_G32")], ["up_proj2", "not a packed site"]),
         ("compressed-tensors", [], [rtn("BIP2A8_G32")], [Q_PROJ, "BIP2A8_G32", "bit planes"]),
-        ("compressed-tensors", [], [rtn("W4A16_G32"), KvCache("FP8_E4M3")], ["FP8_E4M3", "each token", "kv_cache_scheme"]),
+        (
+            "compressed-tensors",
+            [],
+            [rtn("W4A16_G32"), KvCache("FP8_E4M3")],
+            ["FP8_E4M3", "each token", "kv_cache_scheme"],
+        ),
         ("onnx", [], [KvCache("INT8")], ["INT8", "kv_cache out of the recipe"]),
         ("gptq", [], [rtn("W4A8_G32")], [Q_PROJ, "activations"]),
         ("gptq", [], [rtn("W8A16", "q_proj"), rtn("W4A16_G32", "k_proj")], ["every linear", "v_proj"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from families import DECODERS, save
 from missing import skip_or_fail
+from torch.fx import GraphModule
 from transformers import AutoModelForCausalLM
 
 from compressor.capture.capture import capture
@@ -18,6 +20,7 @@ from compressor.data.text import load_samples
 from compressor.errors import CompressorError, UsageError
 from compressor.export.conversion.job import convert
 from compressor.export.exchange.job import export_graph
+from compressor.graph.model import clone_graph
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
 from compressor.recipe.exports import make_export
@@ -37,6 +40,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@functools.cache
+def captured(folder: Path) -> GraphModule:
+    return capture(folder)
+
+
 def recipe(**more: Any) -> Recipe:
     return Recipe.from_dict({"passes": [], **more})
 
@@ -47,7 +55,7 @@ def test_sums_are_those_of_the_modules_inputs_and_of_the_dense_model(model: Path
     import gguf
 
     given = recipe(calibration=CALIBRATION)
-    graph = Rtn("W2A16_C", ignore=("lm_head",)).run(capture(model), Context())
+    graph = Rtn("W2A16_C", ignore=("lm_head",)).run(clone_graph(captured(model)), Context())
     form = make_export("imatrix", ()).plan_for(graph, given)
     content = export_graph(graph, form, tmp_path, tmp_path).content()
     assert content["not_checked"].startswith("not checked: statistics") and content["checked"] is None
@@ -89,14 +97,14 @@ def test_a_wrong_request_is_refused_in_words(
     model: Path, options: tuple[str, ...], given: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words):
-        make_export("imatrix", options).plan_for(capture(model, weights=False), recipe(**given))
+        make_export("imatrix", options).plan_for(captured(model), recipe(**given))
 
 
 def test_it_is_asked_for_beside_a_bundle_only(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not hold weights"):
         convert(model, tmp_path / "out", make_export("imatrix", ()))
     with pytest.raises(UsageError, match="statistics of a model on a text"):
-        make_export("imatrix", ()).plan(capture(model, weights=False))
+        make_export("imatrix", ()).plan(captured(model))
     assert not (tmp_path / "out").exists()
 
 

@@ -26,7 +26,7 @@ from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.statistics import MeanSquares
 from compressor.capture.capture import capture
 from compressor.capture.checkpoints.gguf.gguf_file import GgufContent, read_gguf, write_gguf
-from compressor.capture.checkpoints.gguf.gguf_models import gguf_place
+from compressor.capture.checkpoints.gguf.gguf_models import gguf_metadata, gguf_place
 from compressor.capture.checkpoints.open_checkpoint import dense_folder
 from compressor.data.load import check_kind
 from compressor.data.text import Samples, load_samples
@@ -39,6 +39,8 @@ from compressor.host.tensor_files import Spill
 from compressor.recipe.recipe import Recipe, load_text_spec
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from compressor.recipe.data_spec import TextSpec
 
 FILE_NAME = "imatrix.gguf"
@@ -80,7 +82,7 @@ class Imatrix(Export):
                          "`exports` in a recipe")  # fmt: skip
 
     def plan_for(self, graph: GraphModule, recipe: Recipe) -> ImatrixForm:
-        """Read the text, and check that each linear of a block has a name; weights are not read.
+        """Read the text, and check that the model's linears have names; weights are not read.
 
         Raises:
             UsageError: there is no text, too little, or the model is not one of those that have names.
@@ -89,9 +91,7 @@ class Imatrix(Export):
             raise UsageError("dense: imatrix holds statistics, and no weights; remove it")
         spec, info = self._spec(recipe), graph.meta["model"]
         check_kind("calibration", spec, info)
-        folder = model_folder(graph)
-        shadow = capture(folder, trust_remote_code=recipe.trust_remote_code, weights=False)
-        _names(shadow, folder)
+        gguf_metadata(_config(folder := model_folder(graph)))
         if 0 < info.max_positions < spec.sequence_length:
             raise UsageError(
                 f"sequence_length: {spec.sequence_length}, and {info.name} has {info.max_positions} positions; lower it"
@@ -170,7 +170,11 @@ def _names(dense: GraphModule, folder: Path) -> dict[str, str]:
     Raises:
         UsageError: one has none.
     """
+    config = _config(folder)
+    return {site.name: gguf_place(site.weight_name, config)[0] for site in _block_linears(dense)}
+
+
+def _config(folder: Path) -> PreTrainedConfig:
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(**dense_folder(folder, weights=False).config)
-    return {site.name: gguf_place(site.weight_name, config)[0] for site in _block_linears(dense)}
+    return AutoConfig.for_model(**dense_folder(folder, weights=False).config)

@@ -4,6 +4,7 @@ format                                             operators
 W2 to W8 with float activations                    MatMulNBits of 2, 4 or 8 bits, GatherBlockQuantized for tables
 W5 to W8, one scale a row, A2 to A8 with _STATIC   QuantizeLinear, DequantizeLinear (QDQ) around MatMul and Conv
 the same, a scale for each token                   MatMulInteger
+E4M3, E5M2, one scale a row, float activations     DequantizeLinear of float8, then MatMul or Conv
 other scales with rounded activations              the rounding written out, and MatMulNBits
 dense weights                                      MatMul, Conv, Gather
 
@@ -32,7 +33,7 @@ from compressor.graph.provenance import Stored, owner
 
 @dataclass(frozen=True)
 class Onnx(Export):
-    """Store integers of 2 to 8 bits, of decoders, encoders and networks that classify images.
+    """Store integers of 2 to 8 bits and floats of 8, of decoders, encoders and networks that classify images.
 
     Attributes:
         opset: version of the standard's operators, 18 to 23.
