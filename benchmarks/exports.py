@@ -13,6 +13,7 @@ onnxruntime-web`); its greedy tokens are compared as the client's are.  ``--rows
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -49,6 +50,7 @@ DECODERS = (
     ("awq", (), ("W4A16_ASYM_G128",)),
     ("gguf", (), ("W4A16_G128", "W4A16_ASYM_G128", MIXED, "W4A8_G128")),
     ("gguf", ("dense=down_proj",), ("W4A16_G32",)),
+    ("gguf", ("dense=down_proj", "pre=none"), ("W4A16_G32",)),
     ("onnx", (), ("W4A16_G128", "W4A16_C", "W3A16_ASYM_G128", "W8A8", MIXED, "FP8_E4M3", "LUT4_G128")),
     ("onnx", ("operators=standard",), ("W4A16_G128",)),
     ("onnx", ("external=true",), ("W4A16_G128",)),
@@ -58,7 +60,7 @@ ENCODERS = (
     ("compressed-tensors", (), ("W4A16_G128", "W8A8")),
     ("onnx", (), ("W4A16_G128", "W8A8", "FP8_E4M3")),
     ("gguf", (), ("W4A16_G128",)),
-    ("safetensors", (), ("LUT4_G128",)),
+    ("safetensors", (), ("NF4_G64",)),
 )
 MODULES = (
     ("onnx", (), ("W8A8_STATIC", "W8A16", "W4A16_C", "FP8_E4M3")),
@@ -103,11 +105,17 @@ def compressed(subject: Subject, scheme: str, table: bool) -> GraphModule:
 
 def exported(
     subject: Subject, name: str, options: tuple[str, ...], scheme: str, dist: Path | None
-) -> tuple[Exported | str, str]:
-    """Export, or say why not; and where a page is asked for, the greedy tokens that are equal there."""
+) -> tuple[Exported | str | None, str]:
+    """Export, or say why not; and where a page is asked for, the greedy tokens that are equal there.
+
+    A format whose groups divide none of the model's widths gives None.
+    """
+    export = make_export(name, options)
     try:
-        export = make_export(name, options)
         graph = compressed(subject, scheme, name in ("onnx", "safetensors"))
+    except UsageError:
+        return None, ""
+    try:
         form = export.plan(graph)
     except UsageError as error:
         line = str(error).split(";")[0].splitlines()[0]
@@ -149,6 +157,8 @@ def rows(subject: Subject, only: Sequence[str], dist: Path | None) -> Iterator[t
             if not any(part in " ".join(start[1:]) for part in only):
                 continue
             found, page = exported(subject, name, options, scheme, dist)
+            if found is None:
+                continue
             if isinstance(found, str):
                 yield (*start, "refused", "", found, "")
                 continue
@@ -201,19 +211,21 @@ def main() -> None:
     parser.add_argument("--rows", action="store_true", help="print rows alone, for a table that is there")
     asked = parser.parse_args()
     if not asked.rows:
-        print_head()
+        print_head(asked.ort_web)
     with tempfile.TemporaryDirectory() as scratch:
         for subject in subjects(asked, Path(scratch)):
             for row in rows(subject, asked.only.split(","), asked.ort_web):
                 print(f"| {' | '.join(row)} |", flush=True)
 
 
-def print_head() -> None:
+def print_head(dist: Path | None) -> None:
     """Print the title, the clients' versions and the table's headings."""
-    programs = ", ".join(
-        f"{name} {version(name)}" for name in ("transformers", "compressed-tensors", "gguf", "onnxruntime")
-    )
-    print(f"# Exports\n\nMade by `benchmarks/exports.py`, on x86-64. Client: {programs}.\n")
+    clients = ["transformers", "compressed-tensors", "gguf", "onnxruntime"]
+    programs = [f"{name} {version(name)}" for name in clients]
+    if dist is not None:
+        package = json.loads((dist.parent / "package.json").read_text(encoding="utf-8"))
+        programs.append(f"onnxruntime-web {package['version']}")
+    print(f"# Exports\n\nMade by `benchmarks/exports.py`, on x86-64. Client: {', '.join(programs)}.\n")
     print(f"| {' | '.join(HEADINGS)} |\n|{'---|' * len(HEADINGS)}")
 
 

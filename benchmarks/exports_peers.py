@@ -48,7 +48,7 @@ from compressor.recipe.recipe import Recipe, load_text_spec
 HERE = Path(__file__).resolve().parent
 LINEARS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 OURS = (("gguf", "W4A16_G32"), ("compressed-tensors", "W4A16_G128"))
-METHODS = ("rtn", "gptq", "adaptive_rounding")
+METHODS = ("rtn", "gptq")
 FOREIGN = (("Q4_0", False), ("Q4_0", True), ("Q4_K_S", True))
 HEADINGS = ("layout", "codes by", "format", "bits a weight", "perplexity", "increase", "KL, nats", "95% interval",
             "tokens equal in llama.cpp")  # fmt: skip

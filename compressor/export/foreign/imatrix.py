@@ -134,21 +134,21 @@ class ImatrixForm(Form):
         Raises:
             VerificationError: what was written holds other numbers.
         """
-        origin, ids = model_folder(graph), self.samples.ids
+        origin, facts = model_folder(graph), self.samples.facts()
         dense = capture(origin, trust_remote_code=self.trust_remote_code)
         names, sites = _names(dense, origin), _block_linears(dense)
         options = CalibrationOptions(true_sequential=False, spill=Spill(cache_folder() / "spilled"))
         tensors: dict[str, Tensor] = {}
-        for group, squares in CalibrationRun(dense, ids, sites, MeanSquares, options).groups():
+        for group, squares in CalibrationRun(dense, self.samples.ids, sites, MeanSquares, options).groups():
             for site in group:
                 tensors[f"{names[site.name]}.in_sum2"] = (squares.value * squares.tokens).float()
                 tensors[f"{names[site.name]}.counts"] = torch.tensor([squares.tokens], dtype=torch.float32)
-        contents = {name: GgufContent("F32", tuple(t.shape), lambda t=t: t) for name, t in sorted(tensors.items())}
+        contents = {name: _content(tensor) for name, tensor in sorted(tensors.items())}
         metadata = {
             "general.type": "imatrix",
             "imatrix.datasets": [self.samples.source],
-            "imatrix.chunk_count": len(ids),
-            "imatrix.chunk_size": ids.shape[1],
+            "imatrix.chunk_count": facts["samples"],
+            "imatrix.chunk_size": facts["sequence_length"],
         }
         write_gguf(folder / FILE_NAME, metadata, contents)
         again = read_gguf(folder / FILE_NAME)
@@ -157,6 +157,10 @@ class ImatrixForm(Form):
             raise VerificationError(f"{folder / FILE_NAME}: holds other numbers than were written: {wrong[:3]}")
         sizes = {site: tensors[f"{names[site.name]}.in_sum2"].nbytes for site in sites}
         return Written({f"{s.name}.weight": StoredSize(n, s.in_features * s.out_features) for s, n in sizes.items()})
+
+
+def _content(tensor: Tensor) -> GgufContent:
+    return GgufContent("F32", tuple(tensor.shape), lambda: tensor)
 
 
 def _block_linears(dense: GraphModule) -> list[Site]:
