@@ -90,10 +90,15 @@ def opened(name: str, root: Path, scratch: Path) -> Setting:
     return Setting(entry, dense, samples, tokens, Remembered(GraphLogits(dense)), scratch)
 
 
+def linears(setting: Setting) -> dict[str, int]:
+    """Return the inputs of each linear that is compressed: all but the head."""
+    return {site.name: site.in_features for site in linear_sites(setting.dense) if site.name != "lm_head"}
+
+
 def held(setting: Setting, scheme: str) -> tuple[str, ...]:
     """Return the linears that a format's groups do not fit, which stay dense: llama.cpp leaves them in float16 too."""
     group = int(scheme.rpartition("_G")[2])
-    return tuple(site.name for site in linear_sites(setting.dense) if site.in_features % group)
+    return tuple(name for name, inputs in linears(setting).items() if inputs % group)
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,7 @@ def llama(setting: Setting, peers: Path, whole: Path, kind: str, matrix: Path | 
     """Quantise by llama.cpp, and read the file again; bits are of the linears that it did not leave in floats."""
     out = setting.empty(f"llama-{kind}-{matrix is not None}")
     answer = in_llama(peers, "quantize", whole, out / "model.gguf", kind, *([matrix] if matrix else []))
-    if matrix and answer["entries"] != sum(site.name != "lm_head" for site in linear_sites(setting.dense)):
+    if matrix and answer["entries"] != len(linears(setting)):
         sys.exit(f"{answer['entries']} importances were read")
     (out / "tokenizer.json").write_bytes((Path(setting.entry["model"]) / "tokenizer.json").read_bytes())
     file = read_gguf(out / "model.gguf")
@@ -193,8 +198,9 @@ def llmcompressor(setting: Setting, python: Path, scheme: str) -> Variant:
 
 
 def variants(setting: Setting, options: argparse.Namespace) -> Iterator[tuple[tuple[str, ...], Variant]]:
-    """Yield each variant under its layout, method and format."""
-    for layout, scheme in OURS:
+    """Yield each variant under its layout, method and format; layouts whose groups fit no linear have none."""
+    fitting = [(layout, scheme) for layout, scheme in OURS if len(held(setting, scheme)) < len(linears(setting))]
+    for layout, scheme in fitting:
         for method in options.methods:
             yield (layout, f"ours, {method}", scheme), ours(setting, layout, scheme, method)
     if not options.peers:
@@ -203,8 +209,9 @@ def variants(setting: Setting, options: argparse.Namespace) -> Iterator[tuple[tu
     for kind, weighed in FOREIGN:
         who = "llama.cpp, imatrix" if weighed else "llama.cpp"
         yield ("gguf", who, kind), llama(setting, options.peers, whole, kind, matrix if weighed else None)
-    python, scheme = options.peers / "llmcompressor/bin/python", OURS[1][1]
-    yield ("compressed-tensors", "llm-compressor, gptq", scheme), llmcompressor(setting, python, scheme)
+    if (layout := OURS[1]) in fitting:
+        python = options.peers / "llmcompressor/bin/python"
+        yield (layout[0], "llm-compressor, gptq", layout[1]), llmcompressor(setting, python, layout[1])
 
 
 def compare(rows: Mapping[tuple[str, ...], dict[str, Any]]) -> Iterator[str]:
