@@ -118,7 +118,7 @@ def exported(
     try:
         form = export.plan(graph)
     except UsageError as error:
-        line = str(error).split(";")[0].splitlines()[0]
+        line = str(error).split(";")[0].splitlines()[0].replace(str(graph.meta["model"].source), subject.name)
         site = line.split(": ", 2)  # name, format, reason
         return site[2] if len(site) == 3 and site[1] in scheme else line, ""
     with tempfile.TemporaryDirectory() as scratch:
