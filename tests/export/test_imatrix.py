@@ -12,6 +12,7 @@ import pytest
 import torch
 from families import DECODERS, save
 from missing import skip_or_fail
+from native_bundles import write_native_bundle
 from torch.fx import GraphModule
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +20,9 @@ from compressor.capture.capture import capture
 from compressor.data.text import load_samples
 from compressor.errors import CompressorError, UsageError
 from compressor.export.conversion.job import convert
-from compressor.export.exchange.job import export_graph
+from compressor.export.exchange.dense_form import list_packed
+from compressor.export.exchange.job import export_bundle, export_graph
+from compressor.export.facts import model_facts
 from compressor.graph.model import clone_graph
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
@@ -43,6 +46,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @functools.cache
 def captured(folder: Path) -> GraphModule:
     return capture(folder)
+
+
+def bundled(graph: GraphModule, model: Path, folder: Path) -> Path:
+    """Write a bundle whose recipe has the calibration, and kernels that are none."""
+    (library := folder / "kernels.so").write_bytes(b"not a library")
+    sites = [{"site": s.module, "format": s.packed.format.name} for s in list_packed(graph)]
+    parts = {"graph": graph, "parameters": [name for name, _ in graph.named_parameters()], "library": library,
+             "vectors": {}, "kernels": [], "cpu_features": [], "model": model_facts(graph), "sites": sites,
+             "recipe": {"model": str(model), "calibration": CALIBRATION}, "dense_weight_bytes": 1,
+             "tokenizer": model}  # fmt: skip
+    return write_native_bundle(folder / "bundle", parts)
 
 
 def recipe(**more: Any) -> Recipe:
@@ -78,6 +92,9 @@ def test_sums_are_those_of_the_modules_inputs_and_of_the_dense_model(model: Path
     with torch.no_grad():
         theirs(ids)
     assert len(tensors) == 2 * 7 * len(theirs.model.layers)
+    bundle = bundled(graph, model, tmp_path)
+    export_bundle(bundle, make_export("imatrix", ()), tmp_path / "again")
+    assert (tmp_path / "again/imatrix.gguf").read_bytes() == (tmp_path / "imatrix.gguf").read_bytes()
     for place, sums in seen.items():
         assert tensors[f"{place}.counts"].tolist() == [48]
         np.testing.assert_allclose(tensors[f"{place}.in_sum2"], sums, rtol=1e-4)
