@@ -220,6 +220,14 @@ def test_what_cannot_be_held_is_refused_by_name(
     assert all(word in str(refused.value) for word in words), refused.value
 
 
+def test_packed_experts_are_refused_by_name(tmp_path: Path) -> None:
+    cls, sizes = DECODERS["Qwen 3, experts"]
+    save(tmp_path, cls, sizes, True)
+    graph = Rtn("W8A16", targets="Expert").run(capture(tmp_path), Context())
+    with pytest.raises(UsageError, match=r"mlp\.experts\S+: safetensors has no place for it: capture makes it"):
+        make_export("safetensors", ()).plan(graph)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [

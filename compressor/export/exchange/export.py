@@ -183,6 +183,8 @@ class Export(ABC):
         source = dense_folder(folder, weights=False).source
 
         def hole(site: PackedSite) -> Tensor:
+            if not site.stored.names:
+                raise UsageError(f"{site.module}: {self.title} has no place for it: {site.stored.reason}")
             return torch.empty(site.packed.shape, dtype=source.read(site.stored.names[0]).dtype, device="meta")
 
         dense = dense_form(graph, hole)
