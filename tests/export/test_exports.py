@@ -35,6 +35,7 @@ from compressor.export.facts import model_facts
 from compressor.formats.packing import dequantize
 from compressor.graph.model import clone_graph
 from compressor.passes.embedding import Embedding
+from compressor.passes.kv_cache import KvCache
 from compressor.passes.magnitude import Magnitude
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
@@ -199,6 +200,13 @@ def test_words_unpack_by_definition(
         ("compressed-tensors", [], [rtn("W4A16_G32"), Embedding()], ["model.embed_tokens", "W8A16", "table"]),
         ("compressed-tensors", ["dense=up_proj2"], [rtn("W4A16_G32")], ["up_proj2", "not a packed site"]),
         ("compressed-tensors", [], [rtn("BIP2A8_G32")], [Q_PROJ, "BIP2A8_G32", "bit planes"]),
+        (
+            "compressed-tensors",
+            [],
+            [rtn("W4A16_G32"), KvCache("FP8_E4M3")],
+            ["FP8_E4M3", "each token", "kv_cache_scheme"],
+        ),
+        ("onnx", [], [KvCache("INT8")], ["INT8", "kv_cache out of the recipe"]),
         ("gptq", [], [rtn("W4A8_G32")], [Q_PROJ, "activations"]),
         ("gptq", [], [rtn("W8A16", "q_proj"), rtn("W4A16_G32", "k_proj")], ["every linear", "v_proj"]),
         ("awq", [], [rtn("W8A16", "q_proj"), rtn("W4A16_G32", "k_proj")], [Q_PROJ, "4 bits"]),
@@ -212,6 +220,14 @@ def test_what_cannot_be_held_is_refused_by_name(
     with pytest.raises(UsageError) as refused:
         make_export(name, tuple(options)).plan(graph)
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_packed_experts_are_refused_by_name(tmp_path: Path) -> None:
+    cls, sizes = DECODERS["Qwen 3, experts"]
+    save(tmp_path, cls, sizes, True)
+    graph = Rtn("W8A16", targets="Expert").run(capture(tmp_path), Context())
+    with pytest.raises(UsageError, match=r"mlp\.experts\S+: safetensors has no place for it: capture makes it"):
+        make_export("safetensors", ()).plan(graph)
 
 
 @pytest.mark.parametrize(

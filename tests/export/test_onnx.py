@@ -95,6 +95,7 @@ def share(content: dict[str, Any]) -> float:
         ([rtn("W4A16_G32"), Embedding()], [], {"MatMulNBits": 15, "GatherBlockQuantized": 1}),
         ([rtn("W2A16_ASYM_G32"), Embedding("W4A16_G64")], ["opset=18", "external=true"], {"MatMulNBits": 15}),
         ([rtn("W3A16_ASYM_G32")], ["operators=standard"], {"DequantizeLinear": 14, "MatMulNBits": 0}),
+        ([rtn("FP8_E4M3")], ["opset=19"], {"DequantizeLinear": 14, "MatMulNBits": 0}),
         ([rtn("W8A16"), Embedding()], ["operators=standard"], {"DequantizeLinear": 16, "GatherBlockQuantized": 0}),
     ],
 )
@@ -165,6 +166,7 @@ def test_an_encoder_pads_and_rounds(tmp_path: Path) -> None:
         ("W8A8_STATIC", {"Conv": 6, "QuantizeLinear": 7, "DequantizeLinear": 14, "Transpose": 0}),
         ("W8A8", {"Conv": 0, "MatMulInteger": 7}),
         ("W8A16", {"Conv": 6, "DequantizeLinear": 6, "Transpose": 0}),
+        ("FP8_E5M2", {"Conv": 6, "DequantizeLinear": 7, "Transpose": 0}),
     ],
 )
 def test_images_are_classified_by_convolutions(tmp_path: Path, scheme: str, counts: dict[str, int]) -> None:
@@ -181,7 +183,9 @@ def test_images_are_classified_by_convolutions(tmp_path: Path, scheme: str, coun
     ("steps", "options", "words"),
     [
         ([rtn("LUT3_G32")], [], [Q_PROJ, "LUT3_G32", "codebooks", "dense="]),
-        ([rtn("FP8_E4M3")], [], [Q_PROJ, "E4M3"]),
+        ([rtn("FP8_E4M3_G32")], [], [Q_PROJ, "E4M3", "one scale a row"]),
+        ([rtn("FP6_E2M3_G32")], [], [Q_PROJ, "E2M3", "integers of 2 to 8 bits"]),
+        ([rtn("FP8_E4M3")], ["opset=18"], ["opset 19", "18"]),
         ([rtn("W8A16_G8")], [], [Q_PROJ, "power of two", "8"]),
         ([rtn("W4A16_G32")], ["opset=12"], ["opset", "18 to 23"]),
         ([rtn("W4A16_G32")], ["operators=standard", "opset=19"], ["opset 21", "19"]),

@@ -96,6 +96,8 @@ def convert(
     """
     reporter = reporter or Silent()
     check_apart(folder, destination)
+    if export.reads_text:
+        raise UsageError(f"{export.title} does not hold weights; it is written by `compress export`")
     wanted = None if refit is None else Refit.parse(refit, export)
     check_original(folder)
     original = open_original(folder, model)

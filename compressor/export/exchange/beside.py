@@ -33,7 +33,7 @@ def plan_exports(recipe: Recipe, graph: GraphModule, bundle: Path) -> None:
         try:
             check_destination(folder := export_folder(spec, bundle))
             check_apart(bundle, folder)
-            spec.export.plan(graph, recipe.trust_remote_code)
+            spec.export.plan_for(graph, recipe)
         except UsageError as error:
             raise recipe.problem(("exports", place), str(error)) from error
 
@@ -44,18 +44,20 @@ class BesideBundle:
 
     Attributes:
         folders: each export with the folder that it is written to, and the one that this will become.
-        trust_remote_code: as the recipe says.
+        recipe: of the run; None where there are no exports.
         done: what ``compress export --json`` prints of those that are written.
     """
 
     folders: Sequence[tuple[ExportSpec, Path, Path]] = ()
-    trust_remote_code: bool = False
+    recipe: Recipe | None = None
     done: list[dict[str, Any]] = field(default_factory=list)
 
     def write(self, graph: GraphModule, reporter: Reporter) -> None:
         """Write all exports of a compressed graph."""
+        if self.recipe is None:
+            return
         for spec, partial, folder in self.folders:
-            form = spec.export.plan(graph, self.trust_remote_code)
+            form = spec.export.plan_for(graph, self.recipe)
             self.done.append(export_graph(graph, form, partial, folder, spec.check, reporter).content())
 
 
@@ -65,4 +67,4 @@ def publishing_exports(recipe: Recipe, bundle: Path) -> Iterator[BesideBundle]:
     with ExitStack() as stack:
         named = [(spec, export_folder(spec, bundle)) for spec in recipe.exports]
         folders = [(spec, stack.enter_context(publishing(folder)), folder) for spec, folder in named]
-        yield BesideBundle(folders, recipe.trust_remote_code)
+        yield BesideBundle(folders, recipe)

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
 from compressor.errors import UsageError
+from compressor.export.exchange.dense_form import refuse_packed_caches
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
 from compressor.graph.kinds.tables import embedding_tables, replace_table
@@ -60,6 +61,17 @@ def bundle_graph(bundle: Path, model: str | None = None) -> GraphModule:
     return graph
 
 
+def bundle_recipe(bundle: Path) -> Recipe:
+    """Return a bundle's recipe, as far as an export needs it: its calibration, and its trust in code.
+
+    Raises:
+        RecipeError: the calibration's files are not where they were.
+    """
+    stated = field(read_manifest(bundle), "recipe", dict)
+    kept = {key: stated[key] for key in ("calibration", "trust_remote_code") if stated.get(key) is not None}
+    return Recipe.from_dict({**kept, "passes": []})
+
+
 def _trusts(manifest: dict[str, Any]) -> bool:
     return bool(field(manifest, "recipe", dict).get("trust_remote_code"))
 
@@ -78,11 +90,7 @@ def _check_model(bundle: Path, manifest: dict[str, Any], info: ModelInfo) -> Non
     stated = field(manifest, "model", dict)
     if stated.get("config_sha256") not in (None, info.config_sha256):
         raise UsageError(f"{bundle}: was made from another model than {info.name}: config.json has another SHA-256")
-    if stated.get("cache_format") not in (None, info.cache_format):
-        raise UsageError(
-            f"{bundle}: keeps keys and values as {stated['cache_format']}, which no export here writes down; leave "
-            "kv_cache out of the recipe"
-        )
+    refuse_packed_caches(bundle, stated.get("cache_format") or info.cache_format)
 
 
 def _put_packed(graph: GraphModule, manifest: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:

@@ -61,6 +61,8 @@ class Checked:
 
 def why_unchecked(export: Export, info: ModelInfo) -> str:
     """Say why the client cannot check an export here; empty if it can."""
+    if export.unchecked:
+        return f"not checked: {export.unchecked}"
     if info.kind not in export.kinds:
         return f"not checked: the check knows {' and '.join(export.kinds)}, and this is of the kind {info.kind}"
     missing = [name for name in export.packages if find_spec(name.replace("-", "_")) is None]

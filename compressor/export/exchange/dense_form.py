@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from compressor.capture.normalize import cast_half_embeddings
 from compressor.errors import UsageError
+from compressor.formats.cache import DENSE_CACHE
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
 from compressor.graph.model import clone_graph
@@ -26,6 +27,23 @@ _OURS, _EMBEDDING = torch.ops.compressor, torch.ops.aten.embedding.default
 _LINEAR, _LOOKED_UP = _OURS.packed_linear.default, _OURS.packed_embedding.default
 _ENDS = (".weight", "", "_linear", "_table")
 """Endings by which a parameter's name and that of its packed parts differ."""
+
+
+def refuse_packed_caches(owner: object, cache_format: str) -> None:
+    """Refuse keys and values in fewer bits: their scales are those of tokens, which no layout here has a place for.
+
+    Args:
+        owner: the model or bundle, for the message.
+        cache_format: name of its caches' format.
+    Raises:
+        UsageError: they are packed.
+    """
+    if cache_format != DENSE_CACHE:
+        raise UsageError(
+            f"{owner}: keeps keys and values as {cache_format}, with a scale for each token and head, which no export "
+            "here writes down: kv_cache_scheme of compressed-tensors has stored scales, the same for all tokens; leave "
+            "kv_cache out of the recipe"
+        )
 
 
 @dataclass(frozen=True)

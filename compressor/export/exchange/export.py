@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,11 +23,14 @@ from compressor.errors import UsageError
 from compressor.export.checkpoints.fewer_layers import lists_of
 from compressor.export.checkpoints.folder import FolderForm, plan_folder, write_folder
 from compressor.export.checkpoints.stored import StoredFiles, StoredModel, write_safetensors_files
-from compressor.export.exchange.dense_form import PackedSite, dense_form, list_packed
+from compressor.export.exchange.dense_form import PackedSite, dense_form, list_packed, refuse_packed_caches
 from compressor.formats.packing import dequantize_rows
 from compressor.graph.model import ModelInfo
 from compressor.host.cache import cache_folder
 from compressor.host.tensor_files import Spill
+
+if TYPE_CHECKING:
+    from compressor.recipe.recipe import Recipe
 
 _SHOWN = 3
 
@@ -92,6 +95,10 @@ class Export(ABC):
     """Types of the layout on whose grids no format of ours lies: weights are fitted to them by request."""
     kinds: ClassVar[tuple[str, ...]] = ("decoder", "encoder")
     """Kinds of models that the client can run."""
+    unchecked: ClassVar[str] = ""
+    """Why no client can be asked; empty if one can."""
+    reads_text: ClassVar[bool] = False
+    """What is written is about a text, of the recipe or of an option."""
 
     @property
     def rounds(self) -> bool:
@@ -169,12 +176,15 @@ class Export(ABC):
         Raises:
             UsageError: a site, or the model, cannot be held; the site and its format are named.
         """
+        refuse_packed_caches(graph.meta["model"].name, graph.meta["model"].cache_format)
         kept = self._kept(self.sites(graph))
         refuse_sites(self.title, [(site, self._why_not(site)) for site in kept])
-        folder = _model_folder(graph)
+        folder = model_folder(graph)
         source = dense_folder(folder, weights=False).source
 
         def hole(site: PackedSite) -> Tensor:
+            if not site.stored.names:
+                raise UsageError(f"{site.module}: {self.title} has no place for it: {site.stored.reason}")
             return torch.empty(site.packed.shape, dtype=source.read(site.stored.names[0]).dtype, device="meta")
 
         dense = dense_form(graph, hole)
@@ -188,6 +198,14 @@ class Export(ABC):
             if why := self.why_not_together(named, linears):
                 raise UsageError(f"{self.title} {why}; choose another export, or other formats")
         return form
+
+    def plan_for(self, graph: GraphModule, recipe: Recipe) -> Form:
+        """Check that a graph can be written beside the bundle of a recipe; weights are not read.
+
+        Raises:
+            UsageError: as :meth:`plan`, or the recipe does not have what the export needs.
+        """
+        return self.plan(graph, recipe.trust_remote_code)
 
     def _kept(self, sites: Sequence[PackedSite]) -> list[PackedSite]:
         named = [self.dense] if isinstance(self.dense, str) else list(self.dense)
@@ -305,7 +323,12 @@ def _as_loaded(sites: Sequence[PackedSite], dense: GraphModule) -> list[PackedSi
     return [replace(site, parameter=str(lists.renamed(site.parameter))) for site in sites]
 
 
-def _model_folder(graph: GraphModule) -> Path:
+def model_folder(graph: GraphModule) -> Path:
+    """Return the Hugging Face folder that a graph was captured from.
+
+    Raises:
+        UsageError: it comes from something else.
+    """
     info: ModelInfo = graph.meta["model"]
     if info.source is None or not is_model_folder(info.source):
         raise UsageError(f"{info.name} does not come from a Hugging Face folder: it can be a bundle only")

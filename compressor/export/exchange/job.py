@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from compressor.errors import CompressorError, VerificationError
 from compressor.evaluate.models import BundleProcess
-from compressor.export.exchange.bundle_graph import bundle_graph
+from compressor.export.exchange.bundle_graph import bundle_graph, bundle_recipe
 from compressor.export.exchange.check import Checked, check_export, graph_reference, random_inputs, why_unchecked
 from compressor.export.exchange.dense_form import PackedSite
 from compressor.export.exchange.export import Export, Form, Written
@@ -153,6 +153,6 @@ def export_bundle(
     """
     check_destination(destination)
     graph = bundle_graph(bundle, model)
-    form = export.plan(graph)
+    form = export.plan_for(graph, bundle_recipe(bundle)) if export.reads_text else export.plan(graph)
     with publishing(destination) as partial:
         return export_graph(graph, form, partial, destination, check, reporter, bundle)

@@ -4,6 +4,7 @@ format                                             operators
 W2 to W8 with float activations                    MatMulNBits of 2, 4 or 8 bits, GatherBlockQuantized for tables
 W5 to W8, one scale a row, A2 to A8 with _STATIC   QuantizeLinear, DequantizeLinear (QDQ) around MatMul and Conv
 the same, a scale for each token                   MatMulInteger
+E4M3, E5M2, one scale a row, float activations     DequantizeLinear of float8, then MatMul or Conv
 other scales with rounded activations              the rounding written out, and MatMulNBits
 dense weights                                      MatMul, Conv, Gather
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.errors import UsageError
-from compressor.export.exchange.dense_form import PackedSite, base_name, packed_weight
+from compressor.export.exchange.dense_form import PackedSite, base_name, packed_weight, refuse_packed_caches
 from compressor.export.exchange.export import Export, Form, StoredSize, Written, refuse_sites
 from compressor.export.onnx_out.codes import stored_bits, why_not_blocks
 from compressor.export.onnx_out.model import OPSETS, plan_model, write_model
@@ -32,7 +33,7 @@ from compressor.graph.provenance import Stored, owner
 
 @dataclass(frozen=True)
 class Onnx(Export):
-    """Store integers of 2 to 8 bits, of decoders, encoders and networks that classify images.
+    """Store integers of 2 to 8 bits and floats of 8, of decoders, encoders and networks that classify images.
 
     Attributes:
         opset: version of the standard's operators, 18 to 23.
@@ -90,6 +91,7 @@ class Onnx(Export):
         """
         if self.opset not in OPSETS:
             raise UsageError(f"opset: {self.opset}; there are {OPSETS.start} to {OPSETS.stop - 1}")
+        refuse_packed_caches(graph.meta["model"].name, graph.meta["model"].cache_format)
         kept = self._kept(self.sites(graph))
         refuse_sites(self.title, [(site, self.why_not(site)) for site in kept])
         form = OnnxForm(self, tuple(site.parameter for site in kept))

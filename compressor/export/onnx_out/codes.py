@@ -4,6 +4,7 @@ operator                  codes                                      scales     
 MatMulNBits               uint8 [out, blocks, block * bits / 8]      float [out, blocks]  uint8, in bytes as codes
 GatherBlockQuantized      uint8 [rows, width * bits / 8]             float [rows, blocks] likewise
 DequantizeLinear          int4, int8 (or unsigned) [in, out]         float [blocks, out]  as the codes, [blocks, out]
+                          float8e4m3fn, float8e5m2 [in, out]         float [out]
 
 Codes lie from the low bits of a byte on, and have 2, 4 or 8 bits: those of 3 bits are held in 4, those of 5 to 7 in 8.
 A block is a power of two from 16 to 256; a larger group, or a whole row, is several blocks of one scale.
@@ -25,6 +26,8 @@ from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight
 
 WIDTHS = (2, 4, 8)
+FLOATS = {"E4M3": "FLOAT8E4M3FN", "E5M2": "FLOAT8E5M2"}
+"""Types of ONNX for floats of 8 bits, since opset 19."""
 _SMALLEST, _LARGEST = 16, 256
 _PADDED = 32  # block of rows that no block divides: what fills the last one up is multiplied by nothing
 
@@ -35,7 +38,7 @@ def why_not_blocks(site: PackedSite) -> str:
     if reason := why_not_coded(fmt):
         return f"has no such operator: the format {reason}"
     if fmt.element is not None:
-        return f"has integers of 2 to 8 bits, and the format has {fmt.element.name}"
+        return _why_not_floats(site)
     if block_size(fmt, columns) < _SMALLEST or (site.reads_table and columns % block_size(fmt, columns)):
         group = fmt.group_size or columns
         return f"has blocks of {_SMALLEST} to {_LARGEST} weights, a power of two, and none divides {group}"
@@ -44,6 +47,16 @@ def why_not_blocks(site: PackedSite) -> str:
         return f"rounds activations to integers of 2 to 8 bits, not to {act.numbers}"
     if act is not None and act.group_size and columns % act.group_size:
         return f"rounds whole groups of activations, and {columns} inputs are not a multiple of {act.group_size}"
+    return ""
+
+
+def _why_not_floats(site: PackedSite) -> str:
+    fmt = site.packed.format
+    assert fmt.element is not None
+    if fmt.element.name not in FLOATS:
+        return f"has integers of 2 to 8 bits and {' and '.join(FLOATS)}, and the format has {fmt.element.name}"
+    if site.reads_table or fmt.strategy != "channel" or fmt.scale_type != "F16" or fmt.activations is not None:
+        return f"holds {fmt.element.name} in linears and convolutions with one scale a row and float activations"
     return ""
 
 

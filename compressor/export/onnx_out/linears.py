@@ -1,6 +1,6 @@
 """Rules for linears, convolutions and tables, dense and packed.
 
-packed_linear, float activations        MatMulNBits, or DequantizeLinear -> MatMul
+packed_linear, float activations        MatMulNBits, or DequantizeLinear -> MatMul (floats of 8 bits too)
 packed_linear, stored scale             QuantizeLinear -> DequantizeLinear -> MatMul, by DequantizeLinear of int8
 packed_linear, a scale for each token   MatMulInteger of int8, times both scales
 patches -> linear                       Conv, unless inputs are rounded row by row; then slices -> linear

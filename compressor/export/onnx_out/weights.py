@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from compressor.export.exchange.coded import coded
 from compressor.export.exchange.dense_form import base_name
-from compressor.export.onnx_out.codes import Blocks, has_one_scale, in_bytes, row_scales, signed
+from compressor.export.onnx_out.codes import FLOATS, Blocks, has_one_scale, in_bytes, row_scales, signed
 from compressor.export.onnx_out.emitter import MICROSOFT, Emitter, as_array
 from compressor.export.onnx_out.rules import refuse
 from compressor.formats.activations import Activations
@@ -52,7 +52,9 @@ def in_blocks(e: Emitter, node: Node, packed: PackedWeight, flat: bool) -> list[
 
 
 def product(e: Emitter, node: Node, x: str, packed: PackedWeight) -> str:
-    """Multiply floats by a weight in blocks, ``x @ W.T``."""
+    """Multiply floats by a weight in blocks, or of floats of 8 bits, ``x @ W.T``."""
+    if packed.format.element is not None:
+        return e.add("MatMul", x, e.add("DequantizeLinear", *row_scaled(e, node, packed), axis=1))
     if e.standard:
         return e.add("MatMul", x, _dequantized(e, node, packed))
     blocks = Blocks(packed)
@@ -97,7 +99,8 @@ def _halves(codes: Tensor) -> Any:
 
 
 def row_scaled(e: Emitter, node: Node, packed: PackedWeight, kernel: tuple[int, ...] = ()) -> tuple[str, str]:
-    """Store codes int8 of a weight with one scale a row; the names of codes and scales float32 [out].
+    """Store codes of a weight with one scale a row, int8 or floats of 8 bits; the names of these and of scales, float32
+    [out].
 
     Args:
         kernel: of a convolution, whose codes become [out, in, *kernel]; otherwise they are [in, out].
@@ -106,7 +109,15 @@ def row_scaled(e: Emitter, node: Node, packed: PackedWeight, kernel: tuple[int, 
     shape: tuple[int, ...] = (columns, rows)
     if kernel:
         shape = (rows, columns // (kernel[0] * kernel[1]), *kernel)
-    codes = e.tensor(f"{base}.codes", "INT8", shape, lambda: as_array(placed(signed(packed), kernel)))
+    element = packed.format.element
+    if element is not None and e.opset < 19:
+        raise refuse(node, f"floats of 8 bits take opset 19, and this is {e.opset}")
+    kind = "INT8" if element is None else FLOATS[element.name]
+
+    def codes_of() -> Any:
+        return as_array(placed(signed(packed) if element is None else coded(packed).codes, kernel))
+
+    codes = e.tensor(f"{base}.codes", kind, shape, codes_of)
     scales = e.tensor(f"{base}.scales", "FLOAT", (rows,), lambda: row_scales(packed))
     e.count(weight_name(node), rows * columns + 4 * rows, rows * columns)
     return codes, scales
