@@ -155,8 +155,15 @@ def test_sensitivities_on_a_pool_that_loses_a_worker(
 def test_a_cluster_gives_the_bits_of_this_process_and_loses_workers(cluster: str, tmp_path: Path) -> None:
     """In a process of its own, which Ray ends where it loses the cluster."""
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": cluster}
-    command = [sys.executable, str(SUPPORT / "cluster_jobs.py"), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+    def run(folder: Path) -> subprocess.CompletedProcess[str]:
+        folder.mkdir()
+        command = [sys.executable, str(SUPPORT / "cluster_jobs.py"), str(folder)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+    done = run(tmp_path / "first")
+    if "You have likely discovered a bug in Ray" in done.stderr:  # its own check, seen once in many runs
+        done = run(tmp_path / "second")
     assert done.returncode == 0, done.stderr
 
 

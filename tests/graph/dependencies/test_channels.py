@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from captures import capture_once
 from families import DECODERS, ENCODERS, LENGTH, VOCAB, make
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from compressor.capture.capture import capture
 from compressor.graph.dependencies.channels import Dependencies, Family
 from compressor.graph.model import clone_graph
 from compressor.graph.sites import linear_sites
@@ -54,7 +54,7 @@ def text_inputs(graph: GraphModule) -> tuple[object, ...]:
 @pytest.mark.parametrize("name", ["Llama, tied", "GPT-2", "Phi 3", "BERT", "ModernBERT"])
 def test_feed_forward_channels_of_text_models(name: str) -> None:
     decoder = name in DECODERS
-    graph = capture_once(make(*(DECODERS if decoder else ENCODERS)[name], decoder))
+    graph = capture(make(*(DECODERS if decoder else ENCODERS)[name], decoder))
     inputs = text_inputs(graph)
     smaller, removed = remove_unread(graph, 0.4)
     assert len(removed) == 2  # one a layer
@@ -160,7 +160,7 @@ MODULES: dict[type[nn.Module], tuple[tuple[int, ...], list[tuple[int, dict[str, 
 def test_channels_of_other_modules(build: type[nn.Module]) -> None:
     torch.manual_seed(0)
     shape, expected = MODULES[build]
-    graph, x = capture_once(build().eval(), torch.randn(shape)), torch.randn(shape)
+    graph, x = capture(build().eval(), torch.randn(shape)), torch.randn(shape)
     smaller, removed = remove_unread(graph, 0.4)
     torch.testing.assert_close(smaller(x), graph(x), rtol=1e-5, atol=1e-5)
     assert all(count for _, count in removed)
@@ -183,7 +183,7 @@ class Sorted(nn.Module):
 
 
 def test_an_operator_without_a_rule_is_named_with_its_line() -> None:
-    dependencies = Dependencies(capture_once(Sorted().eval(), torch.randn(4, 6)))
+    dependencies = Dependencies(capture(Sorted().eval(), torch.randn(4, 6)))
     family = next(f for f in dependencies.families() if ("inner.weight", 0) in f.places)
     assert "no rule says what aten.cumsum.default does to it" in family.reason
     assert "test_channels.py:" in family.reason

@@ -48,8 +48,7 @@ class Schedule:
 
 
 _GEMM_DEFAULT = (1, 8)
-_FEW_BESIDE_TILES = 8
-"""Rows up to which unpacking codes for AMX's tiles takes longer than all of the vectors' work."""
+_FEW_BESIDE_TILES = 8  # rows up to which unpacking codes for AMX's tiles takes longer than the vectors' work
 _EXTRAS = (Outliers, OutlierFeatures, ColumnBlocks, SingleZeros, KeptOfGroup, SkippedInputs, TwoPlanes, UpperPlane)
 """That are read, two of them by kernels of their own."""
 
