@@ -97,34 +97,52 @@ def skipping_linear(
     return kernel
 
 
-def _gathering(panel: Panel) -> Any:
-    """Make a macro that lists the inputs that are not small, and where each group of columns begins in the list.
+def _listing(panel: Panel) -> Any:
+    """Make a macro that lists columns, and where each group of them begins in the list.
 
-    ``gather(a, thresholds, picked, index, starts)`` writes values and columns; NaN is not small.  Zeros times the last
-    column fill a group's list up to whole steps.  Behind the list come the first columns of the next panel.
+    ``listing(leaves, put, fill, index, starts)`` asks ``leaves(column)`` for int32 1 where a column is listed, else 0;
+    ``put(place, column)`` and ``fill(place)`` keep what stands beside a column, and beside the last column of a group
+    where it fills the group's list up to whole steps.  Behind the list come the first columns of the next panel.
     """
     columns, groups, together = panel.columns, panel.groups, panel.together
     size = panel.fmt.columns(columns)
 
     @T.inline
-    def gather(a, thresholds, picked, index, starts):
+    def listing(leaves, put, fill, index, starts):
         count = T.alloc_buffer((1,), "int32")
         count[0] = 0
         for g in range(groups):
             starts[g] = count[0]
             for k in range(T.min(size, columns - g * size)):
                 column = T.meta_var(g * size + k)
-                picked[0, count[0]] = a[0, column]
+                put(count[0], column)
                 index[count[0]] = T.Cast("int32", column)
-                is_small = T.meta_var(T.abs(a[0, column]) < thresholds[column])
-                count[0] = count[0] + (1 - T.Cast("int32", is_small))
+                count[0] = count[0] + leaves(column)
             for k in range(together - 1):
-                picked[0, count[0] + k] = T.float32(0)
+                fill(count[0] + k)
                 index[count[0] + k] = index[T.max(count[0] - 1, 0)]
             count[0] = (count[0] + (together - 1)) // together * together
         starts[groups] = count[0]
         for k in range(panel.ahead):
             index[count[0] + k] = index[k] + columns
+
+    return listing
+
+
+def _gathering(panel: Panel) -> Any:
+    """Make a macro that lists the inputs that are not small.
+
+    ``gather(a, thresholds, picked, index, starts)`` writes values and columns; NaN is not small.  Zeros times the last
+    column fill a group's list up to whole steps.
+    """
+    listing = _listing(panel)
+
+    @T.inline
+    def gather(a, thresholds, picked, index, starts):
+        leaves = T.meta_var(lambda k: 1 - T.Cast("int32", T.abs(a[0, k]) < thresholds[k]))
+        put = T.meta_var(lambda place, k: T.buffer_store(picked, a[0, k], [0, place]))
+        fill = T.meta_var(lambda place: T.buffer_store(picked, T.float32(0), [0, place]))
+        listing(leaves, put, fill, index, starts)
 
     return gather
 
@@ -148,33 +166,20 @@ def _gathering_any(panel: Panel) -> Any:
     ``gather(rows, index, source, starts, tokens)`` writes columns, and where their activations are: those that fill up
     a group's list are the zeros behind the others.
     """
-    columns, groups, together = panel.columns, panel.groups, panel.together
-    size = panel.fmt.columns(columns)
+    columns, listing = panel.columns, _listing(panel)
 
     @T.inline
     def gather(rows, index, source, starts, tokens):
-        count = T.alloc_buffer((1,), "int32")
         is_left = T.alloc_buffer((columns,), "int32")
-        count[0] = 0
         for k in range(columns):
             is_left[k] = 0
         for m in range(tokens):
             for k in range(columns):
                 is_left[k] = T.bitwise_or(is_left[k], T.Cast("int32", rows[m, k] != T.float32(0)))  # NaN as well
-        for g in range(groups):
-            starts[g] = count[0]
-            for k in range(T.min(size, columns - g * size)):
-                column = T.meta_var(g * size + k)
-                index[count[0]] = T.Cast("int32", column)
-                source[count[0]] = T.Cast("int32", column)
-                count[0] = count[0] + is_left[column]
-            for k in range(together - 1):
-                index[count[0] + k] = index[T.max(count[0] - 1, 0)]
-                source[count[0] + k] = columns
-            count[0] = (count[0] + (together - 1)) // together * together
-        starts[groups] = count[0]
-        for k in range(panel.ahead):
-            index[count[0] + k] = index[k] + columns
+        leaves = T.meta_var(lambda k: is_left[k])
+        put = T.meta_var(lambda place, k: T.buffer_store(source, T.Cast("int32", k), [place]))
+        fill = T.meta_var(lambda place: T.buffer_store(source, T.int32(columns), [place]))
+        listing(leaves, put, fill, index, starts)
 
     return gather
 
