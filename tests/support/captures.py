@@ -10,28 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.fx import GraphModule
 
 import compressor.capture.capture as home
 from compressor.graph.model import clone_graph
 
-_PLACES = (
-    "compressor.capture.capture",  # for those that import it when they need it
-    "compressor.evaluate.models",
-    "compressor.export.checkpoints.folder",
-    "compressor.export.conversion.original",
-    "compressor.export.exchange.bundle_graph",
-    "compressor.export.foreign.imatrix",
-    "compressor.run.automatic.choice",
-    "compressor.run.automatic.first_recipe",
-    "compressor.run.prepare",
-)
-"""Modules that hold the function by its name."""
 _capture = home.capture
 _captured: dict[tuple[object, ...], tuple[GraphModule, list[int]]] = {}
-"""What was captured -> its graph, and how often each of its weights had been written to by then."""
+"""Captured graphs by the content of their model, each with how often its weights had been written to."""
 
 
 def capture_once(model: Any, *arguments: Any, **options: Any) -> GraphModule:
@@ -79,9 +66,13 @@ def _state(model: Any) -> object:
 
 def captures_once() -> Iterator[None]:
     """Let runs, plans and evaluations take :func:`capture_once`, until the generator goes on."""
-    with pytest.MonkeyPatch.context() as patch:
-        for place in _PLACES:
-            patch.setattr(f"{place}.capture", capture_once)
-        others = [name for name, module in sys.modules.items() if getattr(module, "capture", None) is _capture]
-        assert not [name for name in others if name.startswith("compressor.")], others
-        yield
+    _replace(_capture, capture_once)
+    yield
+    _replace(capture_once, _capture)  # also in modules that were imported in between
+
+
+def _replace(old: object, new: object) -> None:
+    """Put a function in the place of another in all modules of the package that hold it as ``capture``."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("compressor.") and vars(module).get("capture") is old:
+            setattr(module, "capture", new)  # noqa: B010
