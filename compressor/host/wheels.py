@@ -24,7 +24,7 @@ _PLATFORM = "manylinux_2_28_{machine}"
 TVM_RUNTIME = {"apache-tvm": ("0.27.0.post1", "4acfdb7653e4e1ba7a707bdf2833db72eb8fda7d04d99141f2a4e1da43171fb7")}
 """Version and SHA-256 of the wheel for aarch64, by name."""
 TVM_FFI = {"apache-tvm-ffi": ("0.1.14.post1", "c7a759781d4fbf2b99fa12f2741f250b882b06acc2747bb02831d491d1ac7d3c")}
-"""The same of the library and the headers that the run-time is called by."""
+"""Version and SHA-256 of the wheel with the headers and the library that call TVM's run-time."""
 GUEST_PACKAGES = {
     **TVM_FFI,
     "numpy": ("2.4.6", "0ab0a9c4ffb1a6d95ef519fe4247dba8eb6b18ad93999f76b7f657039acabd47"),

@@ -44,7 +44,7 @@ class BesideBundle:
 
     Attributes:
         folders: each export with the folder that it is written to, and the one that this will become.
-        recipe: of the run; None where there are no exports.
+        recipe: the recipe of the run; None without exports.
         done: what ``compress export --json`` prints of those that are written.
     """
 

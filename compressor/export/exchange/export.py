@@ -98,7 +98,7 @@ class Export(ABC):
     unchecked: ClassVar[str] = ""
     """Why no client can be asked; empty if one can."""
     reads_text: ClassVar[bool] = False
-    """What is written is about a text, of the recipe or of an option."""
+    """True where the export describes a text: the calibration of the recipe, or the text of an option."""
 
     @property
     def rounds(self) -> bool:

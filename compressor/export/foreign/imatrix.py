@@ -69,7 +69,7 @@ class Imatrix(Export):
         return "holds statistics, and no weights"
 
     def encode(self, site: PackedSite) -> Mapping[str, Tensor]:
-        """Return nothing: there are no weights in the file."""
+        """Return no tensors: the file has no weights."""
         return {}
 
     def plan(self, graph: GraphModule, trust_remote_code: bool = False) -> NoReturn:
@@ -85,7 +85,7 @@ class Imatrix(Export):
         """Read the text, and check that the model's linears have names; weights are not read.
 
         Raises:
-            UsageError: there is no text, too little, or the model is not one of those that have names.
+            UsageError: no text is given, it is too short, or llama.cpp has no names for this model.
         """
         if self.dense:
             raise UsageError("dense: imatrix holds statistics, and no weights; remove it")
