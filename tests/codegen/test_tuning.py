@@ -20,7 +20,8 @@ from compressor.errors import DriftError
 from compressor.host.cache import cache_folder
 from compressor.host.machine import cpu_name
 
-SPACE = [Repeats(40), Repeats(1), Repeats(10), Repeats(20)]
+# A factor of 25 between the best and the next: a busy machine does not change who wins.
+SPACE = [Repeats(1000), Repeats(10), Repeats(250), Repeats(500)]
 
 
 class Counted:
@@ -43,10 +44,10 @@ def test_what_was_tried_is_told(database: Database) -> None:
     first, again = tuner("full", database), tuner("full", database)
     assert summary(first.tried) == []
     for each in (first, again):
-        assert each.choose("k", SPACE, kernel, operands) == Repeats(1)
+        assert each.choose("k", SPACE, kernel, operands) == Repeats(10)
     (entry,), (known,) = first.tried, again.tried
     assert entry["timed_now"] and not known["timed_now"] and {**entry, "timed_now": False} == known
-    assert [candidate["count"] for candidate in entry["candidates"]] == [40, 1, 10, 20] and entry["won"] == 1
+    assert [candidate["count"] for candidate in entry["candidates"]] == [1000, 10, 250, 500] and entry["won"] == 1
     assert entry["candidates"][0]["microseconds"] > entry["candidates"][1]["microseconds"] > 0
     assert (
         "1 choices, 1 of them timed in this run, with 4 candidates; another than the default won 1"
@@ -76,9 +77,9 @@ def test_one_candidate_and_a_target_of_another_machine_need_no_timing(database: 
 
 
 def test_the_fastest_candidate_wins(database: Database) -> None:
-    assert tuner("full", database).choose("k", SPACE, kernel, operands) == Repeats(1)
+    assert tuner("full", database).choose("k", SPACE, kernel, operands) == Repeats(10)
     (entry,) = database.entries.values()
-    assert entry["schedule"] == {"count": 1} and entry["index"] == 1
+    assert entry["schedule"] == {"count": 10} and entry["index"] == 1
     slowest, fastest, third, _ = entry["microseconds"]
     assert slowest > third > fastest > 0
 
@@ -116,8 +117,8 @@ def test_every_choice_is_on_disk_before_the_next(database: Database) -> None:
 def test_a_pinned_schedule_is_taken_without_timing(mode: str, database: Database) -> None:
     build = Counted()
     run = tuner(mode, database)
-    run.pinned = {"k": {"count": 20}}
-    assert run.choose("k", SPACE, build, operands) == Repeats(20)
+    run.pinned = {"k": {"count": 500}}
+    assert run.choose("k", SPACE, build, operands) == Repeats(500)
     assert build.built == [] and database.entries == {} and run.chosen == run.pinned
 
 
@@ -172,7 +173,7 @@ def test_an_entry_that_makes_no_sense_is_measured_again(entry: Any, database: Da
     (key,) = database.entries
     database.path.write_text(json.dumps({key: entry}))
     build = Counted()
-    assert tuner("quick", Database(database.path)).choose("k", SPACE, build, operands) == Repeats(1)
+    assert tuner("quick", Database(database.path)).choose("k", SPACE, build, operands) in SPACE[:3]
     assert build.built == SPACE[:3]
 
 
@@ -204,7 +205,7 @@ def test_a_cache_that_cannot_be_written_stops_nothing_and_is_noted_once(tmp_path
     (tmp_path / "file").write_text("in the way")
     run = tuner("quick", Database(tmp_path / "file" / "tuning.json"))
     for name in ("one", "two"):
-        assert run.choose(name, SPACE, kernel, operands) == Repeats(1)
+        assert run.choose(name, SPACE, kernel, operands) in SPACE[:3]
     (note,) = run.notes
     assert "tuning.json: cannot be written" in note and "COMPRESS_CACHE_DIR" in note
     assert (tmp_path / "file").read_text() == "in the way"
