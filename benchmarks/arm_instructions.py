@@ -29,24 +29,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from bundles import write_bundle
 from torch.fx import GraphModule
 
+from compressor.capture.capture import capture
 from compressor.codegen.targets.arm import EMULATED
 from compressor.data.text import load_evaluation
 from compressor.evaluate.quality import GraphLogits
-from compressor.export.bundle import write_bundle
 from compressor.export.exchange.bundle_graph import bundle_graph
 from compressor.export.exchange.job import export_bundle
-from compressor.export.facts import run_facts
 from compressor.export.foreign.gguf import FILE_NAME, Gguf
-from compressor.export.publish import publishing
-from compressor.graph.model import weight_bytes
-from compressor.pipeline.observers import phase_writer
-from compressor.pipeline.pipeline import Pipeline
-from compressor.progress import Silent
 from compressor.recipe.recipe import Recipe
-from compressor.run.clock import Clock
-from compressor.run.prepare import prepare
 
 RESULTS = Path(__file__).parent / "results" / "arm_instructions.md"
 REFERENCE = Path(__file__).parents[1] / "models" / "reference"
@@ -131,13 +124,7 @@ def make_bundle(name: str, folder: Path) -> None:
     """Compress the reference model to one format for all levels of ARM, its tables to eight bits."""
     passes = [{"rtn": {"scheme": name, "targets": "Linear", "ignore": ["lm_head"]}}, {"embedding": {"scheme": "W8A16"}}]
     recipe = Recipe.from_dict({"model": "reference", "passes": passes, "tune": "off", "target": "arm"})
-    given = prepare(recipe, None, None, None, folder, 1, None, Clock(Silent()))
-    dense_bytes = weight_bytes(given.dense_graph())
-    graph = Pipeline(recipe.passes, []).run(given.take_graph(), given.context)
-    given.backend.compile(graph, "off", None, lambda isa: phase_writer(None, ""))
-    with publishing(folder) as partial:
-        written = given.backend.write(partial, graph, independent=True)
-        write_bundle(partial, written, run_facts(graph, recipe, given.context, dense_bytes))
+    write_bundle(capture(REFERENCE), recipe, None, folder, threads=1)
 
 
 def build_runner(work: Path) -> Path:

@@ -41,16 +41,34 @@ FAULTS = (
 SHARED = ("tuning.json", "machine.json", "fingerprints.json")
 
 
-def command(recipe: str, output: Path) -> list[str]:
-    return [str(Path(sys.executable).with_name("compress")), "run", recipe, "-o", str(output), "--json"]
+def command(recipe: str, output: Path, *options: str) -> list[str]:
+    return [str(Path(sys.executable).with_name("compress")), "run", recipe, *options, "-o", str(output), "--json"]
 
 
 def environment(cache: Path) -> dict[str, str]:
     return {**os.environ, "COMPRESS_CACHE_DIR": str(cache)}
 
 
-def run(recipe: str, output: Path, cache: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(recipe, output), env=environment(cache), capture_output=True, text=True, check=False)
+def run(recipe: str, output: Path, cache: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    line = command(recipe, output, *options)
+    return subprocess.run(line, env=environment(cache), capture_output=True, text=True, check=False)
+
+
+def begin(recipe: str, output: Path, cache: Path, *options: str) -> subprocess.Popen[str]:
+    """Start a run in a process group of its own, whose messages can be read."""
+    return subprocess.Popen(
+        command(recipe, output, *options), env=environment(cache), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def kill(child: subprocess.Popen[str]) -> bool:
+    """Kill a run and all that it started; false if it ended before."""
+    is_under_way = child.poll() is None
+    if is_under_way:
+        os.killpg(child.pid, signal.SIGKILL)
+    child.communicate()
+    return is_under_way
 
 
 def bundle_sha256(bundle: Path) -> str:
@@ -74,23 +92,17 @@ def fresh(folder: Path, base: Path) -> Path:
 def kill_once(work: Path, base: Path, recipe: str, number: int, delay_s: float, expected: str) -> dict[str, Any]:
     folder = fresh(work / f"kill_{number:02d}", base)
     output, cache = folder / "out" / "bundle", folder / "cache"
-    child = subprocess.Popen(
-        command(recipe, output), env=environment(cache), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
+    child = begin(recipe, output, cache)
     time.sleep(delay_s)
-    finished = child.poll() is not None
-    if not finished:
-        os.killpg(child.pid, signal.SIGKILL)
-    child.communicate()
+    finished = not kill(child)
     left = output.exists()
-    begin = time.perf_counter()
+    began = time.perf_counter()
     again = run(recipe, output, cache)
     row: dict[str, Any] = {
         "killed_after_s": round(delay_s, 2),
         "finished_before": finished,
         "bundle_was_there": left,
-        "second_run_s": round(time.perf_counter() - begin, 1),
+        "second_run_s": round(time.perf_counter() - began, 1),
         "exit_code": again.returncode,
     }
     if again.returncode == 0:
@@ -175,9 +187,9 @@ def main() -> int:
     shutil.rmtree(work / "undisturbed", ignore_errors=True)
     run(options.recipe, work / "undisturbed", base)  # fills the database of schedules
     shutil.rmtree(base / "results")
-    begin = time.perf_counter()
+    began = time.perf_counter()
     done = run(options.recipe, work / "undisturbed", base)
-    took_s = time.perf_counter() - begin
+    took_s = time.perf_counter() - began
     if done.returncode:
         print(done.stderr, file=sys.stderr)
         return 1

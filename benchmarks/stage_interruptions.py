@@ -1,29 +1,27 @@
-"""An architecture search that is killed in each of its stages, and goes on: the bundle must be that of one undisturbed.
+"""A run that is killed in each of its stages, and goes on: the bundle must be that of one undisturbed.
 
-    python benchmarks/search_interruptions.py WORK_FOLDER [--recipe puzzle_x86] [--set KEY=VALUE ...]
+    python benchmarks/stage_interruptions.py WORK_FOLDER [--recipe puzzle_x86] [--set KEY=VALUE ...] [--only train ...]
 
-One run is left alone, and says which stages there are and how long each takes.  Then for each of them a run begins
-without anything finished, is killed (SIGKILL, the whole process group) in the middle of the stage, and the same command
-is given again.  Times differ from run to run, so all have those that the undisturbed one measured, of schedules and of
-candidates; a run that is killed while it times candidates has these from its second begin on.
+One run is left alone, and says which stages there are and how long each takes.  Then for each of them, or those whose
+name holds one of the words of ``--only``, a run begins without anything finished, is killed (SIGKILL, the whole process
+group) in the middle of the stage, and the same command is given again.  Times differ from run to run, so all have those
+that the undisturbed one measured, of schedules and of an architecture search's candidates; a run that is killed while
+it times candidates has these from its second begin on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from interruptions import bundle_sha256, debris, environment, fresh
+from interruptions import begin, bundle_sha256, debris, fresh, kill, run
 from safetensors import safe_open
 
 TIMES = "time candidates"
@@ -59,22 +57,14 @@ def kept_times(results: Path) -> list[Path]:
     return found
 
 
-def killed(command: Sequence[str], cache: Path, stage: str, after_s: float) -> bool:
-    """Begin a run and kill it some seconds after a stage began; false if it ended before."""
-    child = subprocess.Popen(
-        command, env=environment(cache), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
+def killed(child: subprocess.Popen[str], stage: str, after_s: float) -> bool:
+    """Kill a run some seconds after a stage began; false if it ended before."""
     assert child.stderr is not None
     for line in child.stderr:
         if (match := _BEGINS.match(line)) and match[2] == stage:
             time.sleep(after_s)
             break
-    is_under_way = child.poll() is None
-    if is_under_way:
-        os.killpg(child.pid, signal.SIGKILL)
-    child.communicate()
-    return is_under_way
+    return kill(child)
 
 
 def main() -> int:
@@ -83,33 +73,29 @@ def main() -> int:
     parser.add_argument("work", type=Path)
     parser.add_argument("--recipe", default="puzzle_x86")
     parser.add_argument("--set", action="append", default=[], dest="changes", metavar="KEY=VALUE")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="of stages' names")
     options = parser.parse_args()
     work: Path = options.work.absolute()
     base, first = work / "base", work / "undisturbed"
-    settings = [word for change in options.changes for word in ("--set", change)]
-
-    def command(output: Path) -> list[str]:
-        compress = str(Path(sys.executable).with_name("compress"))
-        return [compress, "run", options.recipe, *settings, "--threads", "1", "-o", str(output), "--json"]
-
-    def run(output: Path, cache: Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command(output), env=environment(cache), capture_output=True, text=True, check=False)
+    settings = ["--threads", "1", *(word for change in options.changes for word in ("--set", change))]
 
     shutil.rmtree(first, ignore_errors=True)
-    done = run(first, base)
+    done = run(options.recipe, first, base, *settings)
     if done.returncode:
         print(done.stderr, file=sys.stderr)
         return 1
     expected, found, is_right = bundle_sha256(first), stages(done.stderr), True
     for number, (stage, (_, took_s)) in enumerate(found.items()):
+        if not any(word in stage for word in options.only):
+            continue
         folder = fresh(work / f"kill_{number:02d}", base)
         cache, output = folder / "cache", folder / "out" / "bundle"
         if stage != TIMES:
             take_times(base, cache)
-        was_under_way = killed(command(output), cache, stage, took_s / 2)
+        was_under_way = killed(begin(options.recipe, output, cache, *settings), stage, took_s / 2)
         left = output.exists()
         take_times(base, cache)
-        again = run(output, cache)
+        again = run(options.recipe, output, cache, *settings)
         row: dict[str, Any] = {"stage": stage, "took_s": round(took_s, 1), "killed": was_under_way, "left": left}
         row |= {"exit_code": again.returncode, "debris": debris(folder)}
         if again.returncode:
