@@ -11,8 +11,9 @@ threshold.  Heads are trained for a few steps, once, unless ``--kinds`` leaves t
 whether it pays or not, so that as many verifications as possible are compared; chains that a model drafts have up to
 four tokens.  Batches of four have prompts of one length and texts of several.  ``--runner`` is the runner in C++
 (export/native), which drafts where that pays, on a quarter of the prompts, greedily and longer, alone and in fours.
-``--oracle`` compares with prompt lookup decoding of transformers (``prompt_lookup_num_tokens``) in float32: its greedy
-texts, and those of a bundle without quantisation, drafts off and on.
+``--oracle`` compares with prompt lookup decoding of transformers (``prompt_lookup_num_tokens``) and its drafts by the
+model's first layers (``assistant_early_exit``), in float32: its greedy texts, and those of a bundle without
+quantisation, drafts off and on.
 """
 
 from __future__ import annotations
@@ -236,30 +237,37 @@ def equals(found: list[list[int]], wanted: list[list[int]], greedy: int) -> str:
     return said + (f", **not {', '.join(map(str, odd[:5]))}**" if odd else "")
 
 
-def oracle(folder: Path, model: Path, prompts: list[list[int]], count: int) -> str:
-    """Compare greedy texts of a bundle in float32 with those of transformers, plain and by prompt lookup."""
+def oracle(work: Path, model: Path, prompts: list[list[int]], count: int) -> Iterator[str]:
+    """Compare greedy texts in float32 with those of transformers, by prompt lookup and by early exits."""
     from transformers import AutoModelForCausalLM
 
-    bundle, net = load(folder, threads=1), AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     torch.set_num_threads(1)
-    equal, equal_plain, ours = 0, 0, 0
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        given = {"do_sample": False, "max_new_tokens": count, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
-        texts = []
-        for extra in ({"prompt_lookup_num_tokens": 8}, {}):
-            tokens = net.generate(ids, **given, **extra)[0, len(prompt) :].tolist()
-            texts.append([token for token in tokens if token not in bundle.model["eos_ids"]])
-        bundle._drafts = drafts_of(bundle)
-        found = [list(bundle.generate_ids(prompt, max_tokens=count, speculate=kind)) for kind in ("lookup", "off")]
-        ours += found[0] == found[1]
-        equal += found[0] == texts[0]
-        equal_plain += texts[0] == texts[1]
-    return (
-        f"Greedy texts of {count} tokens behind {len(prompts)} prompts, float32: drafts by lookup here gave those of "
-        f"plain steps {ours} times and those of transformers' prompt lookup decoding {equal} times; transformers' own "
-        f"two agreed {equal_plain} times."
-    )
+    half = net.config.num_hidden_layers // 2
+    for name, kind, extra in (
+        ("auto", "lookup", {"prompt_lookup_num_tokens": 8}),
+        ("exit", "exit", {"assistant_early_exit": half}),
+    ):
+        if not (work / name).is_dir():
+            continue
+        bundle, ours, equal, equal_plain = load(work / name, threads=1), 0, 0, 0
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            given = {"do_sample": False, "max_new_tokens": count, "attention_mask": torch.ones_like(ids)}
+            texts = []
+            for options in (extra, {}):
+                tokens = net.generate(ids, pad_token_id=0, **given, **options)[0, len(prompt) :].tolist()
+                texts.append([token for token in tokens if token not in bundle.model["eos_ids"]])
+            bundle._drafts = drafts_of(bundle)
+            found = [list(bundle.generate_ids(prompt, max_tokens=count, speculate=each)) for each in (kind, "off")]
+            ours += found[0] == found[1]
+            equal += found[0] == texts[0]
+            equal_plain += texts[0] == texts[1]
+        yield (
+            f"Greedy texts of {count} tokens behind {len(prompts)} prompts, float32: drafts of the kind `{kind}` here "
+            f"gave those of plain steps {ours} times and those of transformers with {extra} {equal} times; "
+            f"transformers' own two agreed {equal_plain} times."
+        )
 
 
 def with_heads(dense: GraphModule, samples: Samples) -> GraphModule:
@@ -300,8 +308,9 @@ def main() -> None:
                 print(line, flush=True)
             if name == PLAIN and given.oracle:
                 greedy = [prompt for prompt, options in items if options is GREEDY]
-                lines[:0] = [oracle(Path(work) / "auto", Path(entry["model"]), greedy, given.tokens), ""]
-                print(lines[0], flush=True)
+                for said in oracle(Path(work), Path(entry["model"]), greedy, given.tokens):
+                    lines[:0] = [said, ""]
+                    print(said, flush=True)
     if given.markdown:
         given.markdown.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
