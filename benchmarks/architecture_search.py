@@ -2,6 +2,7 @@
 
     python benchmarks/architecture_search.py --store build/search search --steps 0    # choose; again with --steps 200
     python benchmarks/architecture_search.py --store build/search row "puzzle 0.667 steps 200" --distill 120
+    python benchmarks/architecture_search.py --store build/search fits "puzzle 0.667 steps 200" --steps 200
     python benchmarks/architecture_search.py --store build/search formats             # architecture, formats, both
     python benchmarks/architecture_search.py --store build/search table               # Markdown of what is there
 
@@ -41,7 +42,7 @@ from compressor.pipeline.structured.architecture_starts import sort_parts
 from compressor.progress import Silent
 from compressor.recipe.recipe import Recipe
 from compressor.run.steps import Steps
-from compressor.search.space import alternatives
+from compressor.search.space import Start, alternatives
 from compressor.training.candidates import CandidateOptions, train_candidates
 from compressor.training.settings import split
 
@@ -58,10 +59,14 @@ BYTES = "2.4 MB"
 
 @dataclass(frozen=True)
 class Architecture(Pass):
-    """Build an architecture by the labels of its alternatives, trained as the search trained them."""
+    """Build an architecture by the labels of its alternatives, trained as the search trained them.
+
+    Without ``refits``, what reads the channels that stay keeps its weights.
+    """
 
     labels: tuple[str, ...]
     steps: int
+    refits: bool = True
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Sort, train or take the weights out of the cache, and build."""
@@ -71,6 +76,8 @@ class Architecture(Pass):
         assert isinstance(ids, torch.Tensor)
         _, fitted = split(ids, HELD_OUT, ctx.seed)
         starts = sort_parts(graph, ctx, parts, space, fitted, "obs")
+        if not self.refits:
+            starts = [{label: Start(start.kept) for label, start in row.items()} for row in starts]
         if self.steps:
             settings = CandidateOptions(steps=self.steps).settings
             starts = train_candidates(
@@ -159,6 +166,18 @@ def row(bench: Bench, name: str, distill: int) -> None:
     return bench.row(name, [Architecture(tuple(found["labels"]), found["steps"])], distill, pack)
 
 
+def fits(bench: Bench, name: str, steps: int) -> None:
+    """Compare a choice whose weights are cut, refitted by least squares, and trained block by block behind that."""
+    labels = tuple(bench.known()["choices"][name]["labels"])
+    stages = {"cut": Architecture(labels, 0, False), "refitted": Architecture(labels, 0)}
+    for stage, build_it in (stages | {f"trained {steps} steps": Architecture(labels, steps)}).items():
+        graph = Pipeline([build_it]).run(clone_graph(bench.dense), bench.context())
+        found = measure_quality(
+            GraphLogits(graph), bench.tokens, window=256, stride=128, dense=GraphLogits(bench.dense)
+        )
+        bench.keep("fits", f"{name}, {stage}", {"perplexity": found.perplexity, "divergence": found.kl_divergence})
+
+
 def formats(bench: Bench) -> None:
     """Compare architecture, formats and both at equal stored bytes, by their scores on held-out samples."""
     narrow = {name: tuple(one for one in SPACE[name] if one != "none") for name in SPACE}
@@ -185,6 +204,9 @@ def table(bench: Bench) -> None:
     for name, one in known.get("rows", {}).items():
         figures = f"{one['share']:.3f} | {one['perplexity']:.3f} | {one['divergence']:.4f} | {one['bytes']:,}"
         print(f"| {name} | {figures} |")
+    print("\n| block by block | perplexity | KL, nats a token |\n|---|---|---|")
+    for name, one in known.get("fits", {}).items():
+        print(f"| {name} | {one['perplexity']:.3f} | {one['divergence']:.4f} |")
     for name, one in known.get("formats", {}).items():
         print(f"\n{name}: {'; '.join(one['told'])}")
 
@@ -195,7 +217,7 @@ def main() -> None:
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--samples", type=int, default=160)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("piece", choices=("search", "row", "formats", "table"))
+    parser.add_argument("piece", choices=("search", "row", "fits", "formats", "table"))
     parser.add_argument("name", nargs="?", default="")
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--share", type=float, default=SHARES[0])
@@ -207,6 +229,8 @@ def main() -> None:
         search(bench, given.steps, given.share)
     elif given.piece == "row":
         row(bench, given.name, given.distill)
+    elif given.piece == "fits":
+        fits(bench, given.name, given.steps)
     elif given.piece == "formats":
         formats(bench)
     else:

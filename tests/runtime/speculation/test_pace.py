@@ -78,6 +78,15 @@ def test_what_waited_for_another_process_is_not_the_draft_s_fault() -> None:
     assert not pace.may_draft("a", 1)
 
 
+def test_a_clock_that_stands_still_measures_nothing() -> None:
+    pace = Pace()
+    for seconds in (0.0, 0.0, 0.001):
+        pace.note(1, seconds)
+    assert not pace.knows(1) and pace.least_chance(1) > 0 and pace.choose([0.9], 1) == 0
+    pace.note(1, 0.001)
+    assert pace.knows(1) and pace.medians() == {1: 0.001} and pace.least_chance(1) > 0
+
+
 def test_several_drafts_owe_as_much_as_one() -> None:
     pace = Pace()
     for _ in range(3):

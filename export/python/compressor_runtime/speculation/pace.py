@@ -53,6 +53,8 @@ class Pace:
         """
         self._rounds += count
         self._elapsed_s += seconds * count
+        if seconds <= 0:
+            return  # a clock that stood still measured nothing
         if rows not in self._times and seconds > _LONGEST * rows * min(self._medians.values(), default=seconds):
             return  # alone it would be the median, and keep this size from being tried again
         times = self._times.setdefault(rows, deque(maxlen=_WINDOW))
