@@ -155,7 +155,7 @@ class Session:
             logits = found[:, None][:, rows]
             self.hidden.keep([(sequence, sequence) for sequence in range(self._batch)])
         elif self.falling is not None and count == 1:
-            logits = self.falling.step(tokens[:, 0], self._lengths.copy())[:, None][:, rows]
+            logits = self.falling.step(tokens, self._lengths.copy(), self._logits)[:, rows]
         else:
             logits = self._logits(tokens, rows)
         self.advance(count)

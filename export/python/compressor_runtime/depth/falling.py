@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,9 @@ from numpy.typing import NDArray
 from compressor_runtime.depth.stages import Stages, inputs_of
 from compressor_runtime.generation import Depth
 from compressor_runtime.speculation.parts import Parts
+
+Whole: TypeAlias = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
+"""All blocks in one call: tokens [B, 1], and the rows wanted of each sequence, [0] -> logits [B, 1, V]."""
 
 
 class FallingDepth:
@@ -28,16 +32,23 @@ class FallingDepth:
     def __init__(self, stages: Stages, ends: Sequence[int | None]) -> None:
         self._stages = stages
         self._ends = [(end, len(list(blocks))) for end, blocks in groupby(ends)]
+        self._first = min((end for end in ends if end is not None), default=math.inf)
         self.depth: Depth | None = None
 
-    def step(self, ids: NDArray[np.int64], position: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Read a token of each sequence, and return the logits of what comes next, float32 [B, V].
+    def step(self, ids: NDArray[np.int64], position: NDArray[np.int64], whole: Whole) -> NDArray[np.float32]:
+        """Read a token of each sequence, and return the logits of what comes next, float32 [B, 1, V].
+
+        Stages are called one by one, which takes longer than one call, so only where a token passes a block by.
 
         Args:
-            ids: int64 [B].
+            ids: int64 [B, 1].
             position: int64 [B], of each.
+            whole: runs all blocks.
         """
-        every = np.arange(len(ids))
+        if position.max() < self._first:
+            self._count(len(ids), sum(blocks for _, blocks in self._ends) * len(ids))
+            return whole(ids, np.zeros(1, np.int64))
+        every, ids = np.arange(len(ids)), ids[:, 0]
         inputs = inputs_of(ids, position, np.full_like(every, -1), every)
         given = self._stages.begin(inputs)
         stream, ran = given["stream"], 0
@@ -50,10 +61,13 @@ class FallingDepth:
                 part = inputs_of(ids[runs], position[runs], np.full_like(runs, -1), runs)
                 stream = stream.copy()
                 stream[:, runs] = self._stages.run(number, part, stream[:, runs], self._stages.begin(part))
+        self._count(len(ids), ran)
+        return self._stages.end(stream)[:, None]
+
+    def _count(self, tokens: int, ran: int) -> None:
         if self.depth is not None:
-            self.depth.tokens, self.depth.heads = self.depth.tokens + len(ids), self.depth.heads + len(ids)
+            self.depth.tokens, self.depth.heads = self.depth.tokens + tokens, self.depth.heads + tokens
             self.depth.ran += ran
-        return self._stages.end(stream)
 
 
 def falling_depth(model: Mapping[str, Any], parts: Parts) -> FallingDepth | None:
