@@ -3,6 +3,8 @@
     python benchmarks/architecture_search.py --store build/search search --steps 0    # choose; again with --steps 200
     python benchmarks/architecture_search.py --store build/search row "puzzle 0.667 steps 200" --distill 120
     python benchmarks/architecture_search.py --store build/search fits "puzzle 0.667 steps 200" --steps 200
+    python benchmarks/architecture_search.py --store build/search texts               # for a peer, whose model is then
+    python benchmarks/architecture_search.py --store build/search row "folder PATH"   # (benchmarks/peers/README.md)
     python benchmarks/architecture_search.py --store build/search formats             # architecture, formats, both
     python benchmarks/architecture_search.py --store build/search table               # Markdown of what is there
 
@@ -21,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.fx import GraphModule
 
@@ -124,12 +127,17 @@ class Bench:
         path = self._store / "results.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
-    def row(self, name: str, steps: Sequence[Pass], distill: int, pack: Pass) -> None:
-        """Run passes, distil, pack; keep quality and the share of the whole model's step, timed in turns."""
+    def row(self, name: str, steps: Sequence[Pass], distill: int, pack: Pass, source: Path | None = None) -> None:
+        """Run passes, distil, pack; keep quality and the share of the whole model's step, timed in turns.
+
+        Args:
+            source: of another model in the place of the whole one.
+        """
         begin, training = time.process_time(), list[Pass]()
         if distill:
             training = [Distill(steps=distill, batch=4, learning_rate=5e-4, ignore=("lm_head",))]
-        graph = Pipeline([*steps, *training, pack]).run(clone_graph(self.dense), self.context())
+        begun = clone_graph(self.dense) if source is None else capture(source)
+        graph = Pipeline([*steps, *training, pack]).run(begun, self.context())
         seconds = time.process_time() - begin
         whole = Pipeline([Rtn("W8A16", ignore=("lm_head",))]).run(clone_graph(self.dense), Context())
         (first, ours), _ = self.clock([whole, graph])
@@ -155,11 +163,13 @@ def search(bench: Bench, steps: int, share: float) -> None:
 
 
 def row(bench: Bench, name: str, distill: int) -> None:
-    """Measure one row of the table: a choice by its name, ``blocks N`` fewer, or a format."""
+    """Measure one row of the table: a choice by its name, ``blocks N`` fewer, a format, or another model's folder."""
     pack = Rtn("W8A16", ignore=("lm_head",))
     kind, _, argument = name.partition(" ")
     if kind == "blocks":
         return bench.row(name, [SkipLayers(float(argument), ranking="perplexity")], distill, pack)
+    if kind == "folder":
+        return bench.row(name, [], 0, pack, Path(argument))
     if kind == "format":
         return bench.row(name, [], 0, Gptq(argument, ignore=("lm_head",)))
     found = bench.known()["choices"][name]
@@ -176,6 +186,14 @@ def fits(bench: Bench, name: str, steps: int) -> None:
             GraphLogits(graph), bench.tokens, window=256, stride=128, dense=GraphLogits(bench.dense)
         )
         bench.keep("fits", f"{name}, {stage}", {"perplexity": found.perplexity, "divergence": found.kl_divergence})
+
+
+def texts(bench: Bench, folder: Path) -> None:
+    """Write the samples that a search fits and those that it scores, for a peer."""
+    ids = bench.samples.ids
+    assert isinstance(ids, torch.Tensor)
+    for name, one in zip(("held", "fitted"), split(ids, HELD_OUT, 0), strict=True):
+        np.save(folder / f"{name}.npy", one.numpy())
 
 
 def formats(bench: Bench) -> None:
@@ -217,7 +235,7 @@ def main() -> None:
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--samples", type=int, default=160)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("piece", choices=("search", "row", "fits", "formats", "table"))
+    parser.add_argument("piece", choices=("search", "row", "fits", "texts", "formats", "table"))
     parser.add_argument("name", nargs="?", default="")
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--share", type=float, default=SHARES[0])
@@ -231,6 +249,8 @@ def main() -> None:
         row(bench, given.name, given.distill)
     elif given.piece == "fits":
         fits(bench, given.name, given.steps)
+    elif given.piece == "texts":
+        texts(bench, given.store)
     elif given.piece == "formats":
         formats(bench)
     else:
