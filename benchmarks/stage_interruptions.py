@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,24 @@ _BEGINS = re.compile(r"^\[ *([\d.]+) s\] (.+?)(?: \(\d+ steps\))? begins")
 _TOOK = re.compile(r"^\[ *([\d.]+) s\] (.+?) took ")
 
 
-def stages(log: str) -> dict[str, tuple[float, float]]:
-    """Return when each stage first began, and how many seconds it took."""
-    begun, found = dict[str, float](), dict[str, tuple[float, float]]()
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a run: its name, how many of this name began before it, and its seconds."""
+
+    name: str
+    before: int
+    took_s: float
+
+
+def stages(log: str) -> list[Stage]:
+    """Return the stages of a run in the order of their ends."""
+    begun, found = dict[str, list[float]](), list[Stage]()
     for line in log.splitlines():
         if match := _BEGINS.match(line):
-            begun.setdefault(match[2], float(match[1]))
-        elif (match := _TOOK.match(line)) and match[2] not in found:
-            found[match[2]] = begun[match[2]], float(match[1]) - begun[match[2]]
+            begun.setdefault(match[2], []).append(float(match[1]))
+        elif match := _TOOK.match(line):
+            times = begun[match[2]]
+            found.append(Stage(match[2], len(times) - 1, float(match[1]) - times[-1]))
     return found
 
 
@@ -57,13 +68,17 @@ def kept_times(results: Path) -> list[Path]:
     return found
 
 
-def killed(child: subprocess.Popen[str], stage: str, after_s: float) -> bool:
-    """Kill a run some seconds after a stage began; false if it ended before."""
+def killed(child: subprocess.Popen[str], stage: Stage) -> bool:
+    """Kill a run in the middle of a stage; false if it ended before."""
     assert child.stderr is not None
+    before = 0
     for line in child.stderr:
-        if (match := _BEGINS.match(line)) and match[2] == stage:
-            time.sleep(after_s)
+        if not (match := _BEGINS.match(line)) or match[2] != stage.name:
+            continue
+        if before == stage.before:
+            time.sleep(stage.took_s / 2)
             break
+        before += 1
     return kill(child)
 
 
@@ -78,31 +93,34 @@ def main() -> int:
     work: Path = options.work.absolute()
     base, first = work / "base", work / "undisturbed"
     settings = ["--threads", "1", *(word for change in options.changes for word in ("--set", change))]
-
-    shutil.rmtree(first, ignore_errors=True)
+    for folder in (first, base / "results"):
+        shutil.rmtree(folder, ignore_errors=True)
     done = run(options.recipe, first, base, *settings)
     if done.returncode:
         print(done.stderr, file=sys.stderr)
         return 1
     expected, found, is_right = bundle_sha256(first), stages(done.stderr), True
-    for number, (stage, (_, took_s)) in enumerate(found.items()):
-        if not any(word in stage for word in options.only):
-            continue
+    chosen = [stage for stage in found if any(word in stage.name for word in options.only)]
+    if not chosen:
+        print(f"no stage is named so; there are {', '.join(stage.name for stage in found)}", file=sys.stderr)
+        return 2
+    for number, stage in enumerate(chosen):
         folder = fresh(work / f"kill_{number:02d}", base)
         cache, output = folder / "cache", folder / "out" / "bundle"
-        if stage != TIMES:
+        if stage.name != TIMES:
             take_times(base, cache)
-        was_under_way = killed(begin(options.recipe, output, cache, *settings), stage, took_s / 2)
+        was_under_way = killed(begin(options.recipe, output, cache, *settings), stage)
         left = output.exists()
         take_times(base, cache)
         again = run(options.recipe, output, cache, *settings)
-        row: dict[str, Any] = {"stage": stage, "took_s": round(took_s, 1), "killed": was_under_way, "left": left}
+        row: dict[str, Any] = {"stage": stage.name, "took_s": round(stage.took_s, 1), "killed": was_under_way}
+        row["left"] = left
         row |= {"exit_code": again.returncode, "debris": debris(folder)}
         if again.returncode:
             row["message"] = again.stderr.strip().splitlines()[-1:]
         else:
             row["same_hash"] = bundle_sha256(output) == expected
-        is_right &= row.get("same_hash", False) and not row["debris"] and not left
+        is_right &= row.get("same_hash", False) and not row["debris"] and not left and was_under_way
         print(json.dumps(row), flush=True)
         shutil.rmtree(folder)
     return 0 if is_right else 1
