@@ -1,11 +1,11 @@
 """Whittle on a decoder of Hugging Face: a super-network trained by its sandwich rule, a random search, one sub-network.
 
-    python -m benchmarks.peers.whittle_search MODEL FITTED.npy HELD.npy OUT --steps 200 --share 0.667
+    python -m benchmarks.peers.whittle_search MODEL FITTED.npy HELD.npy OUT --steps 200 --share 0.667 0.5
 
-For benchmarks/architecture_search.py, which writes FITTED and HELD (int64 [samples, sequence]) and measures OUT, a
-Hugging Face folder.  Sub-networks are the first channels, heads, layers and stream's coordinates of the model, alike in
+For benchmarks/architecture_search.py, which writes FITTED and HELD (int64 [samples, sequence]) and measures OUT/SHARE,
+folders of Hugging Face.  Sub-networks are the first channels, heads, layers and stream's coordinates of the model, alike in
 all layers, as LlamaConfig can say; the super-network learns the model's own predictions.  Of the front of losses and
-parameters that the search finds, the best within ``--share`` of the parameters that a step reads is written.
+parameters that the search finds, the best within each ``--share`` of the parameters that a step reads is written.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def main() -> None:
     for name, value in (("steps", 200), ("batch", 4), ("samples", 200)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
-    parser.add_argument("--share", type=float, default=0.667)
+    parser.add_argument("--share", type=float, nargs="+", default=[0.667, 0.5])
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -187,12 +187,11 @@ def main() -> None:
     front = search(model.eval(), held, space, config, given.samples)
     sizes = {"n_embd": config.hidden_size, "n_layers": config.num_hidden_layers}
     sizes |= {"heads": config.num_attention_heads, "intermediate": config.intermediate_size}
-    most = given.share * read(config, sizes)
-    loss, cost, best = min((one for one in front if one[1] <= most), key=lambda one: one[0])
-    write(model, space, best, given.model, given.out)
-    told = {"sizes": best, "loss": loss, "read": cost / read(config, sizes), "cpu_s": time.process_time() - begin}
-    (given.out / "whittle.json").write_text(json.dumps(told))
-    print(json.dumps(told))
+    whole, seconds = read(config, sizes), time.process_time() - begin
+    for share in given.share:
+        loss, cost, best = min((one for one in front if one[1] <= share * whole), key=lambda one: one[0])
+        write(model, space, best, given.model, given.out / f"{share:g}")
+        print(json.dumps({"share": share, "sizes": best, "loss": loss, "read": cost / whole, "cpu_s": seconds}))
 
 
 if __name__ == "__main__":
