@@ -3,8 +3,8 @@
     python -m benchmarks.peers.whittle_search MODEL FITTED.npy HELD.npy OUT --steps 200 --share 0.667 0.5
 
 For benchmarks/architecture_search.py, which writes FITTED and HELD (int64 [samples, sequence]) and measures OUT/SHARE,
-folders of Hugging Face.  Sub-networks are the first channels, heads, layers and stream's coordinates of the model, alike in
-all layers, as LlamaConfig can say; the super-network learns the model's own predictions.  Of the front of losses and
+folders of Hugging Face.  Sub-networks are the first channels, heads, layers and coordinates of the stream, alike in all
+layers, as LlamaConfig can say; the super-network learns the model's own predictions.  Of the front of losses and
 parameters that the search finds, the best within each ``--share`` of the parameters that a step reads is written.
 """
 
