@@ -81,7 +81,7 @@ def test_the_fastest_candidate_wins(database: Database) -> None:
     (entry,) = database.entries.values()
     assert entry["schedule"] == {"count": 10} and entry["index"] == 1
     slowest, fastest, third, _ = entry["microseconds"]
-    assert slowest > third > fastest > 0
+    assert min(slowest, third) > fastest > 0
 
 
 def test_results_are_remembered_across_processes_and_extended(database: Database) -> None:
