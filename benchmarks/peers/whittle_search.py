@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,8 @@ def search(
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), held[:, 1:].flatten())
         return float(loss), read(config, sizes)
 
+    # A search that has tried every sub-network has no further one to ask for.
+    count = min(count, math.prod(len(one.categories) for one in space.config_space.values()))
     found = multi_objective_search(objective, space.config_space, num_samples=count, seed=0, verbose=False)
     return [
         (float(loss), int(cost), sizes)
