@@ -1,19 +1,19 @@
-"""Whittle on a decoder of Hugging Face: a super-network trained by its sandwich rule, a random search, one sub-network.
+"""Whittle on a decoder of Hugging Face: a super-network trained by its sandwich rule, and sub-networks.
 
     python -m benchmarks.peers.whittle_search MODEL FITTED.npy HELD.npy OUT --steps 200 --share 0.667 0.5
 
 For benchmarks/architecture_search.py, which writes FITTED and HELD (int64 [samples, sequence]) and measures OUT/SHARE,
 folders of Hugging Face.  Sub-networks are the first channels, heads, layers and coordinates of the stream, alike in all
 layers, as LlamaConfig can say; the super-network learns the model's own predictions.  Of the front of losses and
-parameters that the search finds, the best within each ``--share`` of the parameters that a step reads is written.
+parameters of all of them, the best within each ``--share`` of the parameters that a step reads is written.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from whittle.loss.losses import forward_kl
 from whittle.models.gpt import GPT
 from whittle.models.gpt.extract import extract_current_sub_network
 from whittle.sampling.random_sampler import RandomSampler
-from whittle.search.search import multi_objective_search
+from whittle.search.multi_objective import get_pareto_optimal
 from whittle.search.search_spaces import SimpleSearchSpace
 from whittle.training_strategies.sandwich import SandwichStrategy
 
@@ -123,27 +123,19 @@ def read(config: PretrainedConfig, sizes: dict[str, Any]) -> int:
     return int(sizes["n_layers"] * (attention + 3 * width * sizes["intermediate"]) + width * config.vocab_size)
 
 
-def search(
-    model: GPT, held: Tensor, space: Space, config: PretrainedConfig, count: int
-) -> list[tuple[float, int, Any]]:
-    """Return (loss, parameters, sizes) of the front that a random search finds."""
-
-    @torch.no_grad()
-    def objective(sizes: dict[str, Any]) -> tuple[float, float]:
+@torch.no_grad()
+def search(model: GPT, held: Tensor, space: Space, config: PretrainedConfig) -> list[tuple[float, int, dict[str, Any]]]:
+    """Return (loss, parameters, sizes) of the front of all sub-networks: no search of Whittle's finds a better one."""
+    found = []
+    for values in itertools.product(*(one.categories for one in space.config_space.values())):
+        sizes = dict(zip(space.config_space, values, strict=True))
         model.set_sub_network(**space.cast(sizes))
         logits = model(held)
         model.reset_super_network()
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), held[:, 1:].flatten())
-        return float(loss), read(config, sizes)
-
-    # A search that has tried every sub-network has no further one to ask for.
-    count = min(count, math.prod(len(one.categories) for one in space.config_space.values()))
-    found = multi_objective_search(objective, space.config_space, num_samples=count, seed=0, verbose=False)
-    return [
-        (float(loss), int(cost), sizes)
-        for (loss, cost), sizes, best in zip(found["costs"], found["configs"], found["is_pareto_optimal"], strict=True)
-        if best
-    ]
+        found.append((float(loss), read(config, sizes), sizes))
+    best = get_pareto_optimal(np.array([one[:2] for one in found]))
+    return [one for one, is_best in zip(found, best, strict=True) if is_best]
 
 
 def write(model: GPT, space: Space, sizes: dict[str, Any], folder: Path, out: Path) -> None:
@@ -176,7 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("model", "fitted", "held", "out"):
         parser.add_argument(name, type=Path)
-    for name, value in (("steps", 200), ("batch", 4), ("samples", 200)):
+    for name, value in (("steps", 200), ("batch", 4)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--share", type=float, nargs="+", default=[0.667, 0.5])
@@ -187,7 +179,7 @@ def main() -> None:
     begin, model, config = time.process_time(), super_network(given.model), AutoConfig.from_pretrained(given.model)
     space = Space(model.config)
     train(model, fitted, space, given.steps, given.batch, given.learning_rate)
-    front = search(model.eval(), held, space, config, given.samples)
+    front = search(model.eval(), held, space, config)
     sizes = {"n_embd": config.hidden_size, "n_layers": config.num_hidden_layers}
     sizes |= {"heads": config.num_attention_heads, "intermediate": config.intermediate_size}
     whole, seconds = read(config, sizes), time.process_time() - begin
