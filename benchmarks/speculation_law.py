@@ -9,8 +9,9 @@ cut into parts in one way: kinds without parts, heads and upper planes among the
 without some of its parts, two fixed choices; and, of formats that can skip them, drafts without inputs below a fixed
 threshold.  Heads are trained for a few steps, once, unless ``--kinds`` leaves them out.  Every draft is verified,
 whether it pays or not, so that as many verifications as possible are compared; chains that a model drafts have up to
-four tokens.  Batches of four have prompts of one length and texts of several.  ``--runner`` is the runner in C++
-(export/native), which drafts where that pays, on a quarter of the prompts, greedily and longer, alone and in fours.
+four tokens.  Batches of four have prompts of one length, each read alone, and texts of several.  ``--runner``
+is the runner in C++ (export/native), which drafts where that pays, on a quarter of the prompts, greedily and longer,
+alone and in fours.
 ``--oracle`` compares with prompt lookup decoding of transformers (``prompt_lookup_num_tokens``) and its drafts by the
 model's first layers (``assistant_early_exit``), in float32: its greedy texts, and those of a bundle without
 quantisation, drafts off and on.
@@ -175,8 +176,12 @@ def together(bundle: Bundle, kind: str, items: list[Item], count: int) -> tuple[
         for slot, (prompt, options) in enumerate(own):
             sampler = checked_sampler(*options, start + slot)
             texts.append(Text(slot, [*prompt], drafts.start(kind, session, slot), sampler, ends, count - slot))
-        for text, logits in zip(texts, session.step([prompt for prompt, _ in own]), strict=True):
-            text.choose(logits[-1])
+        for text, (prompt, _) in zip(
+            texts, own, strict=True
+        ):  # alone, as a server reads them: more rows have other bits
+            read = bundle.session(1, PROMPT)
+            text.choose(read.step([prompt])[0, -1])
+            session.take(text.slot, read)
         for _ in Engine(session, drafts.pace, drafts.acceptance, counts).rounds(texts):
             pass
         found += [text.tokens[PROMPT:] for text in texts]
