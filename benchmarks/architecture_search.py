@@ -153,10 +153,9 @@ def search(bench: Bench, steps: int, share: float) -> None:
     Pipeline([Puzzle(latency=share, budgets=(min(0.99, share + 0.1),), **options)]).run(clone_graph(bench.dense), ctx)
     (front,) = ctx.fronts
     (chosen,) = [one for one in front.points if one.chosen]
-    uniform = min(
-        (one for one in front.points if one.uniform and one.cost <= share * front.whole), key=lambda one: one.score
-    )
-    for name, one in (("puzzle", chosen), ("uniform", uniform)):
+    uniform = [one for one in front.points if one.uniform and one.cost <= share * front.whole]
+    found = [("puzzle", chosen), *(("uniform", one) for one in sorted(uniform, key=lambda one: one.score)[:1])]
+    for name, one in found:
         facts = {"labels": one.choice, "score": one.score, "error": one.error, "foreseen": one.cost / front.whole}
         taken = time.process_time() - begin
         bench.keep("choices", f"{name} {share:g} steps {steps}", {**facts, "steps": steps, "cpu_s": taken})
