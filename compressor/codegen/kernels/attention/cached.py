@@ -18,7 +18,7 @@ from compressor.codegen.kernels.attention.biases import pair_biases
 from compressor.codegen.kernels.attention.parameters import Held, Parameters
 from compressor.codegen.kernels.attention.prompt import Heads, PromptBlocks, at_most
 from compressor.codegen.kernels.attention.rows import first_seen
-from compressor.codegen.kernels.attention.single import Single, store_row
+from compressor.codegen.kernels.attention.single import Further, Single, store_row
 from compressor.codegen.kernels.linear.weights import parameter
 from compressor.codegen.kernels.vector import VECTOR, splat
 
@@ -63,25 +63,29 @@ def cached_attention(
                 b = T.meta_var(task // heads)
                 single.attend(held, further, out, (b, h, T.int64(0)), b, position[0] + new)
         else:
-            count = T.meta_var(prompt.blocks(new))
-            for task in T.parallel(batch * kv_heads * count):
-                block = T.meta_var(prompt.place(task % count, count))
-                kv = T.meta_var(task // count % kv_heads)
-                b = T.meta_var(task // count // kv_heads)
-                early, late = T.meta_var(prompt.tokens(block, new))
-                begin = T.meta_var(first_seen(position[0] + early, window, chunk))
-                seen = T.meta_var(partial(causal, position, window, chunk))
-                sink = T.meta_var(further.sink if has_sinks else None)
-                rows, end = T.meta_var((heads_of(held), position[0] + late + 1))
-                added = T.meta_var(partial(further.biases.many, position) if further.biases is not None else None)
-                prompt.attend(rows, out, b, kv, block, new, begin, end, seen, sink, added)
+            attend_causally(single, prompt, held, further, out, position, batch, new)
 
     return kernel
 
 
-def heads_of(held: Held) -> list[Heads]:
-    """Return queries, and keys and values of the caches, as blocks of queries read them."""
-    return [Heads(held.q), Heads(held.k_cache), Heads(held.v_cache)]
+def attend_causally(
+    single: Single, prompt: PromptBlocks, held: Held, further: Further, out: Any, position: Any, batch: Any, new: Any
+) -> None:
+    """Emit the attention of all new tokens, in blocks of queries.
+
+    Args:
+        position: buffer int64 [S], of which the first says where the tokens begin.
+    """
+    kv_heads, window, chunk = single.parameters.kv_heads, single.window, single.chunk
+    count = prompt.blocks(new)
+    seen = partial(causal, position, window, chunk)
+    with T.parallel(0, batch * kv_heads * count) as task:
+        block, kv, b = prompt.place(task % count, count), task // count % kv_heads, task // count // kv_heads
+        early, late = prompt.tokens(block, new)
+        begin, end = first_seen(position[0] + early, window, chunk), position[0] + late + 1
+        sink = further.sink if single.has_sinks else None
+        added = partial(further.biases.many, position) if further.biases is not None else None
+        prompt.attend(single.heads_of(held, further), out, b, kv, block, new, begin, end, seen, sink, added)
 
 
 def masked_attention(

@@ -7,13 +7,12 @@ of a step has the bits that it has where all tokens are kept, and up to 32 kept 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import tvm
 from tvm.script import tirx as T
 
 from compressor.codegen.isa import INDEPENDENT_ROWS
-from compressor.codegen.kernels.attention.cached import causal, heads_of
+from compressor.codegen.kernels.attention.cached import causal
 from compressor.codegen.kernels.attention.parameters import Parameters
 from compressor.codegen.kernels.attention.prompt import PromptBlocks
 from compressor.codegen.kernels.attention.rows import first_seen
@@ -63,18 +62,14 @@ def packed_kept_attention(
     are any), k_order, v_order int32 [Hkv, D] (where there are any), out float32 [B, R, H, D].
     """
     parameters = Parameters(heads, kv_heads, width, fmt)
-    return _of_kept(Single(parameters, scale, softcap, window, has_sinks, has_order=has_order), None)
+    single = Single(parameters, scale, softcap, window, has_sinks, has_order=has_order)
+    return _of_kept(single, PromptBlocks(width, heads // kv_heads, scale, softcap))
 
 
-def _of_kept(single: Single, prompt: PromptBlocks | None) -> tvm.tirx.PrimFunc:
-    """Write the kernel for caches of either kind.
-
-    Args:
-        prompt: blocks of many queries; None where each is single.
-    """
+def _of_kept(single: Single, blocks: PromptBlocks) -> tvm.tirx.PrimFunc:
+    """Write the kernel for caches of either kind."""
     parameters, window, chunk, has_sinks = single.parameters, single.window, single.chunk, single.has_sinks
     heads, kv_heads = parameters.heads, parameters.kv_heads
-    blocks: Any = prompt
 
     @T.prim_func(s_tir=True, private=True)
     def kernel() -> None:
@@ -115,16 +110,15 @@ def _of_kept(single: Single, prompt: PromptBlocks | None) -> tvm.tirx.PrimFunc:
                 sink = T.meta_var(further.sink if has_sinks else None)
                 added = T.meta_var(partial(further.biases.many, position) if further.biases is not None else None)
                 after, kept = T.meta_var((position[0] + span[1] + 1, lambda row: keep[row]))
-                blocks.attend(heads_of(held), out, b, kv, block, rows, begin, after, seen, sink, added, place=kept)
+                blocks.attend(
+                    single.heads_of(held, further), out, b, kv, block, rows, begin, after, seen, sink, added, place=kept
+                )
 
         for b, h, s in T.grid(batch, kv_heads, new):
             store_row(held, b, h, s, b, position[0] + s)
-        if prompt is None:
+        if rows <= INDEPENDENT_ROWS:
             singly()
         else:
-            if rows <= INDEPENDENT_ROWS:
-                singly()
-            else:
-                by_blocks()
+            by_blocks()
 
     return kernel

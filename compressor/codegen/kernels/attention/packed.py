@@ -11,8 +11,11 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
+from compressor.codegen.isa import INDEPENDENT_ROWS
+from compressor.codegen.kernels.attention.cached import attend_causally
 from compressor.codegen.kernels.attention.packed_rows import ints, lanes_of, typed
 from compressor.codegen.kernels.attention.parameters import Parameters
+from compressor.codegen.kernels.attention.prompt import PromptBlocks
 from compressor.codegen.kernels.attention.rows import Place
 from compressor.codegen.kernels.attention.single import Single, store_row
 from compressor.codegen.kernels.linear.weights import parameter
@@ -84,6 +87,7 @@ def packed_attention(
     """
     parameters = Parameters(heads, kv_heads, width, fmt)
     single = Single(parameters, scale, softcap, window, has_sinks, has_order=has_order)
+    prompt = PromptBlocks(width, heads // kv_heads, scale, softcap)
 
     @T.prim_func(s_tir=True, private=True)
     def kernel() -> None:
@@ -97,11 +101,14 @@ def packed_attention(
 
         for b, h, s in T.grid(batch, kv_heads, new):
             store_row(held, b, h, s, b, position[0] + s)
-        for task in T.parallel(batch * new * heads):
-            h = T.meta_var(task % heads)
-            s = T.meta_var(task // heads % new)
-            b = T.meta_var(task // heads // new)
-            single.attend(held, further, out, (b, h, s), b, position[0] + s + 1)
+        if new <= INDEPENDENT_ROWS:
+            for task in T.parallel(batch * new * heads):
+                h = T.meta_var(task % heads)
+                s = T.meta_var(task // heads % new)
+                b = T.meta_var(task // heads // new)
+                single.attend(held, further, out, (b, h, s), b, position[0] + s + 1)
+        else:
+            attend_causally(single, prompt, held, further, out, position, batch, new)
 
     return kernel
 

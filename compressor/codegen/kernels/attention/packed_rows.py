@@ -58,6 +58,13 @@ class PackedRows:
                 at = ramp(d, self.lanes)
                 T.buffer_store(acc, acc[at] + p * self._codes(self.values, row, d), [at])
 
+    def emit_row(self, row: Any, out: Place) -> None:
+        """Emit the stores of a row of the keys as float32, in the order of its places."""
+        for group, channels in self._groups():
+            scale = widen(self._scale(self.keys, row, group), self.lanes)
+            for d in channels:
+                out.emit_store(ramp(d, self.lanes), self._codes(self.keys, row, d) * scale)
+
     def _groups(self) -> list[tuple[int, range]]:
         """Each group with the first channels of its vectors."""
         span, width = self.fmt.span(self.width), self.width

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import gcd
-from typing import Any
+from typing import Any, Protocol
 
 from tvm.script import tirx as T
 
@@ -27,9 +27,22 @@ ROWS = VECTOR * _VECTORS
 """Queries of a block, one in each lane."""
 KEYS = 64
 """Keys of a block."""
-_TILE = 8  # keys whose scores are in registers at once
+BEFORE = _TILE = 8  # keys whose scores are in registers at once; the last of them may begin in front of their block
 _LINE = 16  # floats of a cache line
 _LOWEST = -3.0e38
+
+
+class Channels(Protocol):
+    """Rows of heads, as blocks of queries read them."""
+
+    def at(self, b: Any, head: Any, token: Any, channels: Any) -> Any:
+        """Load some channels of a row, float32."""
+
+    def ask(self, b: Any, head: Any, token: Any) -> None:
+        """Ask for a row's cache lines, if the processor does not see them coming."""
+
+    def load(self, b: Any, head: Any, first: Any, count: Any) -> None:
+        """Make ready to read rows of a head: ``count`` from ``first``, and up to ``BEFORE`` in front of these."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,9 @@ class Heads:
         """Ask for a row's cache lines where rows lie apart, so that the processor does not see them coming."""
         for channel in range(0, int(self.buffer.shape[3]), _LINE) if self.tokens_first else ():
             prefetch(self.at(b, head, token, channel), 0)
+
+    def load(self, b: Any, head: Any, first: Any, count: Any) -> None:
+        """Do nothing: rows are read where they are."""
 
 
 class PromptBlocks:
@@ -77,7 +93,7 @@ class PromptBlocks:
 
     def attend(
         self,
-        rows: Sequence[Heads],
+        rows: Sequence[Channels],
         out: Any,
         b: Any,
         kv: Any,
@@ -133,6 +149,8 @@ class PromptBlocks:
         with T.serial(0, (end - begin + (KEYS - 1)) // KEYS) as i:
             T.buffer_store(bounds, begin + i * KEYS, [3])
             T.buffer_store(bounds, T.min(T.int64(KEYS), end - first), [4])
+            for each in (keys, values):
+                each.load(b, kv, first, count)
             self._score(weights, queries, keys, values, b, kv, first, count, end)
             for lanes in _vectors():
                 bias = None if added is None else partial(added, heads[lanes], tokens[lanes])
@@ -151,8 +169,8 @@ class PromptBlocks:
         self,
         weights: Any,
         queries: Any,
-        keys: Heads,
-        values: Heads,
+        keys: Channels,
+        values: Channels,
         b: Any,
         kv: Any,
         first: Any,

@@ -14,8 +14,10 @@ from typing import Any
 from tvm.script import tirx as T
 
 from compressor.codegen.kernels.attention.biases import DistanceBiases
+from compressor.codegen.kernels.attention.packed_blocks import PackedHeads
 from compressor.codegen.kernels.attention.packed_rows import PackedRow, PackedRows
 from compressor.codegen.kernels.attention.parameters import Held, Parameters
+from compressor.codegen.kernels.attention.prompt import Channels, Heads
 from compressor.codegen.kernels.attention.rows import DenseRows, Place, Row, Rows, first_seen
 from compressor.codegen.kernels.vector import VECTOR
 
@@ -103,6 +105,15 @@ class Single:
         scores = T.alloc_buffer((end - first + VECTOR,), "float32")
         places = Place(held.q, b, h, r), Place(out, b, r, h)
         self.row.emit(found(rows), *places, scores, further.sink(h), first, end - first, last)
+
+    def heads_of(self, held: Held, further: Further) -> list[Channels]:
+        """Return queries, and keys and values of the caches, as blocks of queries read them."""
+        caches: tuple[Any, Any] = (held.k_cache, held.v_cache)
+        fmt, width = self.parameters.fmt, self.parameters.width
+        if fmt is None:
+            return [Heads(buffer) for buffer in (held.q, *caches)]
+        of_caches = [PackedHeads(rows, width, fmt, order) for rows, order in zip(caches, further.orders, strict=True)]
+        return [Heads(held.q), *of_caches]
 
 
 @T.inline
