@@ -108,10 +108,14 @@ class Bench:
         self.tokens, _ = load_evaluation(recipe.evaluation.model_copy(update={"tokens": tokens}), None, folder)
         self.clock = Steps(Recipe.from_dict({**RECIPE, "passes": [], "target": "x86", "tune": "off"}), 1, Silent())
 
-    def context(self) -> Context:
-        """Return a context with this machine's clock and the folder's cache."""
+    def context(self, state: str = "reference") -> Context:
+        """Return a context with this machine's clock and the folder's cache.
+
+        Args:
+            state: names the model, whose results are apart in the cache.
+        """
         cache = SegmentCache(self._store / "cache")
-        return Context(samples=self.samples, results=cache, state="reference", step_seconds=self.clock)
+        return Context(samples=self.samples, results=cache, state=state, step_seconds=self.clock)
 
     def keep(self, kind: str, name: str, value: dict[str, Any]) -> None:
         """Write a result, whole or not at all."""
@@ -137,7 +141,8 @@ class Bench:
         if distill:
             training = [Distill(steps=distill, batch=4, learning_rate=5e-4, ignore=("lm_head",))]
         begun = clone_graph(self.dense) if source is None else capture(source)
-        graph = Pipeline([*steps, *training, pack]).run(begun, self.context())
+        context = self.context() if source is None else self.context(str(source))
+        graph = Pipeline([*steps, *training, pack]).run(begun, context)
         seconds = time.process_time() - begin
         whole = Pipeline([Rtn("W8A16", ignore=("lm_head",))]).run(clone_graph(self.dense), Context())
         (first, ours), _ = self.clock([whole, graph])
