@@ -140,8 +140,9 @@ class Bench:
         begin, training = time.process_time(), list[Pass]()
         if distill:
             training = [Distill(steps=distill, batch=4, learning_rate=5e-4, ignore=("lm_head",))]
-        begun = clone_graph(self.dense) if source is None else capture(source)
-        context = self.context() if source is None else self.context(str(source))
+        begun, context = clone_graph(self.dense), self.context()
+        if source is not None:
+            begun, context = capture(source), self.context(str(source))
         graph = Pipeline([*steps, *training, pack]).run(begun, context)
         seconds = time.process_time() - begin
         whole = Pipeline([Rtn("W8A16", ignore=("lm_head",))]).run(clone_graph(self.dense), Context())

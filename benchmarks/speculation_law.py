@@ -176,9 +176,8 @@ def together(bundle: Bundle, kind: str, items: list[Item], count: int) -> tuple[
         for slot, (prompt, options) in enumerate(own):
             sampler = checked_sampler(*options, start + slot)
             texts.append(Text(slot, [*prompt], drafts.start(kind, session, slot), sampler, ends, count - slot))
-        for text, (prompt, _) in zip(
-            texts, own, strict=True
-        ):  # alone, as a server reads them: more rows have other bits
+        # Alone, as a server reads them: more rows have other bits.
+        for text, (prompt, _) in zip(texts, own, strict=True):
             read = bundle.session(1, PROMPT)
             text.choose(read.step([prompt])[0, -1])
             session.take(text.slot, read)
