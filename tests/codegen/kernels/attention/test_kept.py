@@ -73,8 +73,8 @@ def test_kept_tokens_over_packed_caches(name: str, permuted: bool, isa: Isa) -> 
     kernel, single = build(kept.packed_kept_attention(*sizes), isa), build(packed.packed_attention(*sizes), isa)
     sinks = normal(heads, seed=0)
     chosen = [orders(kv_heads, width, i) if permuted else None for i in (1, 2)]
-    for past, new, kept_tokens in CASES[1:5]:
-        caches = [OPS.pack_cache(normal(2, kv_heads, 80, width, seed=i), None, name) for i in (4, 5)]
+    for past, new, kept_tokens in CASES[1:]:
+        caches = [OPS.pack_cache(normal(2, kv_heads, 100, width, seed=i), None, name) for i in (4, 5)]
         fresh = [OPS.pack_cache(normal(2, kv_heads, new, width, seed=i), None, name) for i in (7, 8)]
         q, position, keep = (
             normal(2, heads, new, width, seed=6),
@@ -88,7 +88,7 @@ def test_kept_tokens_over_packed_caches(name: str, permuted: bool, isa: Isa) -> 
         for cache, row, written in zip(caches, fresh, given, strict=True):
             cache[:, :, position] = row
             assert torch.equal(written, cache)
-        for i, r in enumerate(kept_tokens[:3]):
+        for i, r in enumerate(kept_tokens[:3] if len(kept_tokens) <= INDEPENDENT_ROWS else ()):
             one = [x[:, :, r : r + 1] for x in (q, *fresh)]
             alone = call_in_place(single, [*one, position[r : r + 1], sinks, *chosen], given, expected[:, :1])
             assert torch.equal(got[:, i : i + 1], alone), (past, new, r)
