@@ -26,7 +26,7 @@ class PackedHeads:
         self._rows, self._width, self._fmt, self._order = rows, width, fmt, order
         self._floats = T.alloc_buffer((BEFORE + KEYS, width), "float32")
         # A row in the order of its places.
-        self._row = None if order is None else T.alloc_buffer((width,), "float32")
+        self._row: Any = None if order is None else T.alloc_buffer((width,), "float32")
         self._first: Any = None
 
     def at(self, b: Any, head: Any, token: Any, channels: Any) -> Any:
