@@ -26,6 +26,7 @@ from compressor.export.exchange.job import export_graph
 from compressor.export.foreign.onnx import Onnx
 from compressor.formats.packing import dequantize
 from compressor.graph.model import clone_graph
+from compressor.graph.sites import EXPERT, linear_sites
 from compressor.passes.embedding import Embedding
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
@@ -110,6 +111,28 @@ def test_a_decoder_says_the_same_with_its_past(
     assert "present.1.value" in [result.name for result in model.graph.output]
     assert (tmp_path / "out/model.onnx.data").is_file() == ("external=true" in options)
     assert (tmp_path / "out/tokenizer.json").is_file() and content["weight_bytes"] < content["folder_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "options", "product"),
+    [
+        ("Qwen 3, experts", "W4A16_G16", [], "MatMulNBits"),
+        ("Qwen 3, experts", "W8A16", ["operators=standard"], "DequantizeLinear"),
+        ("Granite, shared experts", "W8A8", [], "MatMulInteger"),
+    ],
+)
+def test_experts_multiply_the_rows_of_their_tokens(
+    tmp_path: Path, family: str, scheme: str, options: list[str], product: str
+) -> None:
+    cls, sizes = DECODERS[family]
+    save(tmp_path / "model", cls, sizes, True)
+    dense = capture(tmp_path / "model")
+    experts = sum(site.module_class == EXPERT for site in linear_sites(dense))
+    content, model = exported(compressed(dense, rtn(scheme)), tmp_path / "out", *options)
+    checked = content["checked"]
+    assert checked["tokens"] == checked["equal_tokens"] == 32
+    assert share(content) <= (EXACT if "A16" in scheme else 0.02)  # rounding falls the other way here and there
+    assert operators(model)[product] >= experts > 0 and operators(model)["NonZero"] == experts // 2
 
 
 def fields(data: NDArray[np.uint8], bits: int) -> NDArray[np.int64]:

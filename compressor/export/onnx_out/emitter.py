@@ -72,12 +72,17 @@ class Emitter:
 
     def add(self, op: str, *inputs: str, domain: str = "", **attributes: Any) -> str:
         """Add a node of one result; its name."""
+        return self.several(1, op, *inputs, domain=domain, **attributes)[0]
+
+    def several(self, count: int, op: str, *inputs: str, domain: str = "", **attributes: Any) -> list[str]:
+        """Add a node of several results; their names."""
         self._count += 1
-        result = f"{op.lower()}_{self._count}"
+        name = f"{op.lower()}_{self._count}"
+        results = [name, *(f"{name}_{place}" for place in range(1, count))]
         self.nodes.append(
-            self._onnx.helper.make_node(op, list(inputs), [result], name=result, domain=domain, **attributes)
+            self._onnx.helper.make_node(op, list(inputs), results, name=name, domain=domain, **attributes)
         )
-        return result
+        return results
 
     def constant(self, value: Any, dtype: type[np.generic] | str = np.int64) -> str:
         """Return the name of a small constant; equal ones are stored once."""
