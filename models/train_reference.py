@@ -9,14 +9,15 @@ evaluation only.
     python models/train_reference.py            # about an hour on two AMX cores
 
 Writes ``models/reference/`` (an ordinary Hugging Face folder, fp16 safetensors),
-``calibration/python_docs.txt`` (from the training split) and
-``calibration/python_docs_heldout.txt`` (the held-out split).
+``calibration/python_library.txt.gz`` (the training split), ``calibration/python_docs.txt`` (excerpts
+of it) and ``calibration/python_docs_heldout.txt`` (excerpts of the held-out split).
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import gzip
 import hashlib
 import json
 import math
@@ -86,6 +87,12 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor
     return torch.tensor(ids)
 
 
+def write_compressed(path: Path, text: str) -> None:
+    """Write a text with gzip, without its time and name, so that the same text gives the same bytes."""
+    with path.open("wb") as raw, gzip.GzipFile("", "wb", 9, raw, mtime=0) as file:
+        file.write(text.encode())
+
+
 @torch.no_grad()
 def perplexity(model: LlamaForCausalLM, ids: torch.Tensor, limit: int = 65536) -> float:
     """Perplexity over non-overlapping windows of SEQUENCE tokens, fp32."""
@@ -152,6 +159,7 @@ def main() -> None:
     (calibration / "python_docs_heldout.txt").write_text(
         f"\n{END}\n".join(text[:8000] for text in held_out), encoding="utf-8"
     )
+    write_compressed(calibration / "python_library.txt.gz", f"\n{END}\n".join(train))
     card = {
         "seed": SEED,
         "steps": options.steps,

@@ -35,7 +35,7 @@ from compressor.search.options import LimitOptions, SpaceOptions
 from compressor.search.scenarios import scenarios
 from compressor.search.space import Starts
 from compressor.training.candidates import CandidateOptions, train_candidates
-from compressor.training.settings import split
+from compressor.training.settings import split, spread
 
 _NAME = "puzzle"
 _OF_CHOICE = {*(one.name for one in fields(LimitOptions)), "scheme", "schemes", "depth", "pool"}
@@ -112,13 +112,12 @@ class Puzzle(LimitOptions, SpaceOptions, CandidateOptions, Pass):
 
     def run(self, graph: GraphModule, ctx: Context) -> GraphModule:
         """Search, and build the architecture; notes state it block by block, and what was foreseen of it."""
-        ids = ctx.calibration(_NAME).ids
-        given, memory = self._problem(graph), self.most_memory
+        ids, given, memory = ctx.calibration(_NAME).ids, self._problem(graph), self.most_memory
+        assert isinstance(ids, Tensor)  # of a decoder of text, or of images
         parts, space = given.parts, given.space
         if memory is not None:
             memory_counter(ctx, _NAME)  # refuses now, rather than once all is trained
-        assert isinstance(ids, Tensor)  # of a decoder of text, or of images
-        held, fitted = split(ids, self.held_out, ctx.seed)
+        held, fitted = split(spread(ids, self.samples, _NAME), self.held_out, ctx.seed)
         with naming(_NAME):
             check_held_out(held)
         starts = sort_parts(graph, ctx, parts, space, fitted, self.importance)

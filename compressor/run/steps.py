@@ -29,9 +29,10 @@ from compressor.recipe.recipe import Recipe
 from compressor.run.native import NativeBackend
 from compressor.runtime import load
 
-_QUANTILE = 0.1
-_ROUNDS, _STEPS = 15, 12
-"""Rounds in which each takes its turn, and the steps of a turn, the first of which is not counted."""
+_ROUNDS, _LEAST_ROUNDS, _STEPS = 40, 15, 12
+"""Rounds in which each takes its turn, where they take long at least some, and the steps of a turn, the first of which
+is not counted."""
+_LONG_S = 60.0
 
 
 class Steps:
@@ -130,16 +131,27 @@ def _context(graph: GraphModule) -> int:
 
 
 def _in_turns(turns: Iterable[Callable[[], Any]], rounds: int) -> list[float]:
-    """Return the tenth percentile of the steps of each, in seconds; they take turns.
+    """Return the seconds of a step of each; they take turns.
 
-    Other processes only ever add to a step, and on a busy machine to most of them, so that a median is theirs.
+    Other processes and other guests of the machine only ever add to a step, and come and go within seconds.  So the
+    best step of each turn is compared with that of the first one in the same round, and the median is taken of rounds.
     """
-    times = [(run, list[float]()) for run in turns]
-    for _ in range(rounds):
-        for run, seconds in times:
-            run()  # another one's weights are in the caches
-            for _ in range(_STEPS - 1):
-                begin = time.perf_counter()
-                run()
-                seconds.append(time.perf_counter() - begin)
-    return [float(np.quantile(seconds, _QUANTILE)) for _, seconds in times]
+    runs, best, begin = list(turns), list[list[float]](), time.perf_counter()
+    for number in range(rounds):
+        if number >= _LEAST_ROUNDS and time.perf_counter() - begin > _LONG_S:
+            break
+        best.append([_best_step(run) for run in runs])
+    found = np.array(best)
+    level = float(np.median(found[:, 0]))
+    return [level * float(share) for share in np.median(found / found[:, :1], axis=0)]
+
+
+def _best_step(run: Callable[[], Any]) -> float:
+    """Return the seconds of the fastest step of a turn."""
+    run()  # another one's weights are in the caches
+    seconds = []
+    for _ in range(_STEPS - 1):
+        begin = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)

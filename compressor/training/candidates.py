@@ -54,15 +54,17 @@ _AT_ONCE = 3  # alternatives of a step: the widest, the narrowest, and one betwe
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateOptions:
-    """Say how a search trains its alternatives.
+    """Say how a search trains its alternatives, and on what.
 
     Attributes:
+        samples: that the search looks at, evenly spread over the calibration's; 0 takes all, as passes behind it do.
         steps: train each sub-layer's alternatives together so often before they are scored; 0 leaves them as least
             squares found them.
         batch: samples of such a step.
         learning_rate: at its highest.
     """
 
+    samples: int = 0
     steps: int = 0
     batch: int = 4
     learning_rate: float = 1e-3
@@ -73,8 +75,8 @@ class CandidateOptions:
         Raises:
             UsageError: says which.
         """
-        if self.steps < 0:
-            raise UsageError(f"{pass_name}: steps {self.steps} is below 0")
+        if min(self.steps, self.samples) < 0:
+            raise UsageError(f"{pass_name}: steps {self.steps} or samples {self.samples} is below 0")
         with naming(pass_name):
             _ = self.settings
 

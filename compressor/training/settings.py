@@ -139,6 +139,17 @@ class Settings(LoopOptions):
         return self.learning_rate * fraction
 
 
+def spread(samples: Tensor, count: int, pass_name: str) -> Tensor:
+    """Return so many samples, evenly spread; all for 0.
+
+    Raises:
+        UsageError: there are fewer.
+    """
+    if count > len(samples):
+        raise UsageError(f"{pass_name}: samples {count}: the calibration has {len(samples)}; raise its `samples`")
+    return samples[torch.arange(count) * len(samples) // count] if count else samples
+
+
 def split(samples: Tensor, held_out: float, seed: int) -> tuple[Tensor, Tensor]:
     """Return the samples that are held out, drawn by the seed, and those that are trained on.
 

@@ -41,7 +41,7 @@ from compressor.run.steps import Steps
 from compressor.search.scenarios import scenarios
 from compressor.search.space import Alternative, alternatives
 from compressor.training.candidates import Walk, train_candidates
-from compressor.training.settings import Settings, split
+from compressor.training.settings import Settings, split, spread
 
 SAMPLES = random_samples(VOCAB, 8)
 EVERY = {"attention": ["heads:0.5", "kv_heads:1", "linear", "none"], "ffn": ["width:0.5", "linear", "none"]}
@@ -407,9 +407,19 @@ def test_refusals_before_any_work(name: str, step: Puzzle, message: str) -> None
         step.requires(graph, Context())
 
 
+def test_some_samples_are_spread_over_all() -> None:
+    ids = torch.arange(10)[:, None].expand(10, 3)
+    assert spread(ids, 4, "puzzle")[:, 0].tolist() == [0, 2, 5, 7] and torch.equal(spread(ids, 10, "puzzle"), ids)
+    assert torch.equal(spread(ids, 0, "puzzle"), ids)
+
+
 def test_refusals_of_a_run() -> None:
     with pytest.raises(UsageError, match="give a limit"):
         Puzzle()
+    with pytest.raises(UsageError, match=f"samples 99: the calibration has {len(SAMPLES.ids)}; raise its `samples`"):
+        Puzzle(parameters=1e6, samples=99).run(captured(), Context(samples=SAMPLES))
+    with pytest.raises(UsageError, match="steps 0 or samples -1 is below 0"):
+        Puzzle(parameters=1e6, samples=-1)
     with pytest.raises(UsageError, match="1 sample is held out, and a standard error takes two"):
         Puzzle(parameters=1e6).run(captured(), Context(samples=SAMPLES))
     with pytest.raises(UsageError, match="what a step takes is not known here"):
