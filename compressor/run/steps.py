@@ -29,10 +29,10 @@ from compressor.recipe.recipe import Recipe
 from compressor.run.native import NativeBackend
 from compressor.runtime import load
 
-_ROUNDS, _LEAST_ROUNDS, _STEPS = 40, 15, 12
-"""Rounds in which each takes its turn, where they take long at least some, and the steps of a turn, the first of which
-is not counted."""
-_LONG_S = 60.0
+_ROUNDS, _STEPS = 40, 12
+"""Rounds in which each takes its turn, and the steps of a turn, the first of which is not counted."""
+_LEAST_ROUNDS, _LONG_S = 15, 60.0
+"""Rounds that are run however long they take, and the seconds after which the others are left out."""
 
 
 class Steps:
