@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -227,18 +227,18 @@ def test_images_are_timed_on_kernels() -> None:
     assert 0 < seconds < 1 and told == "measured on this machine, one at a time"
 
 
-def test_what_other_processes_add_to_most_steps_is_left_out() -> None:
-    numbers, turns = itertools.count(), itertools.count()
+def test_what_other_processes_add_to_most_steps_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, numbers, turns = [0.0], itertools.count(), itertools.count()
+    monkeypatch.setattr("compressor.run.steps.time", SimpleNamespace(perf_counter=lambda: now[0]))
 
-    def slowed(seconds: float) -> None:
-        """Sleep, and four times as long in the latter half of the rounds, in which the whole machine is slower."""
-        time.sleep(seconds * (4 if next(turns) >= 2 * 12 * 4 else 1))
+    def work(seconds: float) -> None:
+        """Take four times as long in the latter half of the rounds, in which the whole machine is slower."""
+        now[0] += seconds * (4 if next(turns) >= 2 * 12 * 4 else 1)
 
     def disturbed() -> None:
-        slowed(6e-3 if next(numbers) % 3 else 2e-3)
+        work(6e-3 if next(numbers) % 3 else 2e-3)
 
-    one, two = _in_turns([lambda: slowed(1e-3), disturbed], 8)
-    assert 1e-3 <= one < 5e-3 and 1.5 <= two / one <= 2.1
+    assert _in_turns([lambda: work(1e-3), disturbed], 8) == pytest.approx([2.5e-3, 5e-3])
 
 
 @pytest.mark.parametrize(
