@@ -69,7 +69,7 @@ class Limit:
     def least_under(self, others: Mapping[str, Limit]) -> float | None:
         """Return the least that is reached within other limits; None where nothing is."""
         low = min(min(row) for row in self.sizes)
-        found = _solve([[size - low for size in row] for row in self.sizes], others, ())
+        found = _solve([[size - low for size in row] for row in self.sizes], others)
         return None if found is None else self.sum(found)
 
     @property
@@ -103,13 +103,18 @@ class Peak(Limit):
         """Return the lowest peak within other limits: the first of all sizes that some choice keeps to."""
         nothing = [[0.0] * len(row) for row in self.sizes]
         for most in sorted({max(self.least, size) for row in self.sizes for size in row}):
-            if _solve(nothing, {**others, "": replace(self, most=most)}, ()) is not None:
+            if _solve(nothing, {**others, "": replace(self, most=most)}) is not None:
                 return most
         return None
 
 
-def choose(costs: Rows, limits: Mapping[str, Limit], excluded: Sequence[Sequence[int]] = ()) -> list[int] | None:
-    """Return the place of each item's alternative with the least sum of costs; None if the excluded are all there are.
+def choose(
+    costs: Rows,
+    limits: Mapping[str, Limit],
+    excluded: Sequence[Sequence[int]] = (),
+    above: Sequence[Sequence[int]] = (),
+) -> list[int] | None:
+    """Return the place of each item's alternative with the least sum of costs; None if all others are left out.
 
     The oracle is trying all choices.
 
@@ -117,20 +122,25 @@ def choose(costs: Rows, limits: Mapping[str, Limit], excluded: Sequence[Sequence
         costs: of each item's alternatives, not negative.
         limits: by measure.
         excluded: choices from which the new one differs in at least two items, or in one where there is one alone.
+        above: choices that are known to be above a limit as wholes: the new one is none of them.
     Raises:
-        UsageError: no choice is within the limits, without those excluded; names the limit that binds and the least
+        UsageError: no choice is within the limits, though none is left out; names the limit that binds and the least
             that can be reached.
         ToolchainError: scipy is missing, or the solver failed.
     """
     check_reachable(limits)
-    picked = _solve(costs, limits, excluded)
-    if picked is None and not excluded:
+    picked = _solve(costs, limits, excluded, above)
+    if picked is None and not excluded and not above:
         raise UsageError("; ".join(_together(limits)))
     return picked
 
 
 def restricted(
-    costs: Rows, limits: Mapping[str, Limit], allowed: Sequence[Sequence[int]], excluded: Sequence[Sequence[int]] = ()
+    costs: Rows,
+    limits: Mapping[str, Limit],
+    allowed: Sequence[Sequence[int]],
+    excluded: Sequence[Sequence[int]] = (),
+    above: Sequence[Sequence[int]] = (),
 ) -> list[int] | None:
     """Return as :func:`choose`, among some of each item's alternatives.
 
@@ -144,8 +154,11 @@ def restricted(
         return [[row[place] for place in places] for row, places in zip(rows, allowed, strict=True)]
 
     left = {name: replace(limit, sizes=of(limit.sizes)) for name, limit in limits.items()}
-    known = [[_place(one, places) for one, places in zip(each, allowed, strict=True)] for each in excluded]
-    picked = choose(of(costs), left, known)
+
+    def placed(several: Sequence[Sequence[int]]) -> list[list[int]]:
+        return [[_place(one, places) for one, places in zip(each, allowed, strict=True)] for each in several]
+
+    picked = choose(of(costs), left, placed(excluded), placed(above))
     return None if picked is None else [places[one] for one, places in zip(picked, allowed, strict=True)]
 
 
@@ -179,9 +192,14 @@ def _together(limits: Mapping[str, Limit]) -> list[str]:
     return told
 
 
-def _solve(costs: Rows, limits: Mapping[str, Limit], excluded: Sequence[Sequence[int]]) -> list[int] | None:
+def _solve(
+    costs: Rows,
+    limits: Mapping[str, Limit],
+    excluded: Sequence[Sequence[int]] = (),
+    above: Sequence[Sequence[int]] = (),
+) -> list[int] | None:
     bounds: list[tuple[Sequence[float], float]] = [limit.row() for limit in limits.values()]
-    for picked in excluded:
+    for picked, apart in [*((one, min(2, len(costs))) for one in excluded), *((one, 1) for one in above)]:
         same = [float(place == chosen) for row, chosen in zip(costs, picked, strict=True) for place in range(len(row))]
-        bounds.append((same, len(costs) - min(2, len(costs))))
+        bounds.append((same, len(costs) - apart))
     return solve(costs, bounds)

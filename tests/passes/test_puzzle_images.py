@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -180,6 +181,33 @@ def test_the_choice_holds_against_all_architectures_built_one_by_one() -> None:
     assert seconds <= share * whole and score <= min(found[proposed][1], *even) * (1 + 1e-4)
     assert any(abs(score - each[1]) < 1e-5 and abs(seconds - each[0]) < 1e-12 for each in found.values())
     assert f"{1e3 * seconds:.4g} ms (+0.0%)" in "".join(ctx.notes) and "nats an image" in "".join(ctx.notes)
+
+
+def overlapping(graphs: Sequence[GraphModule]) -> tuple[list[float], str]:
+    """Take off less for each further parameter that is not as it was."""
+    whole = {name: one.shape for name, one in captured().named_parameters()}
+    now = [{name: one.shape for name, one in graph.named_parameters()} for graph in graphs]
+    return [1 - 0.15 * sum(each.get(name) != whole[name] for name in whole) ** 0.5 for each in now], "counted"
+
+
+def test_what_does_not_add_up_is_timed_as_a_whole() -> None:
+    options: dict[str, Any] = {"multiple": 2, "keep_first": 0, "keep_last": 0, "importance": "activation"}
+    step = Puzzle(latency=0.6, convolution=SPACE["convolution"], held_out=0.5, depth="none", **options)
+    ctx = Context(samples=SAMPLES, step_seconds=overlapping)
+    (whole, seconds), _ = overlapping([captured(), Pipeline([step]).run(captured(), ctx)])
+    assert seconds <= 0.6 * whole and f"{1e3 * seconds:.4g} ms (+0.0%)" in "".join(ctx.notes)
+    (parts,) = re.findall(r"timed apart, added up to (\S+)", "".join(ctx.notes))
+    assert float(parts) < seconds / whole - 0.02
+
+
+def test_limits_that_parts_reach_and_no_whole() -> None:
+    options: dict[str, Any] = {"multiple": 2, "keep_first": 0, "keep_last": 0, "convolution": ("width:0.5",)}
+    narrow, (parts, space, starts) = captured(), sorted_space(captured(), pictures(), {**SPACE, **options})
+    build(narrow, Context(), "puzzle", parts, [row[-1] for row in space], starts)
+    (whole, seconds), _ = overlapping([captured(), narrow])
+    step = Puzzle(latency=0.999 * seconds / whole, held_out=0.5, depth="none", **options)
+    with pytest.raises(UsageError, match=f"timed as wholes take {1e3 * seconds:.4g} ms at least, though their parts"):
+        step.run(captured(), Context(samples=SAMPLES, step_seconds=overlapping))
 
 
 def test_memory_is_that_of_the_largest_part_and_of_the_programs_plan() -> None:

@@ -112,6 +112,26 @@ def test_times_are_shares_of_the_dense_step(folder: Path, tmp_path: Path, monkey
     assert not list(tmp_path.glob("other*"))
 
 
+@pytest.mark.usefixtures("few")
+def test_searches_that_cannot_be_the_best_are_left_out(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The format with the most bits alone is quick."""
+
+    class Clock:
+        def __init__(self, *_: object) -> None: ...
+
+        def __call__(self, graphs: Sequence[GraphModule]) -> tuple[list[float], str]:
+            largest = max(map(weight_bytes, graphs[1:]))
+            return [1.0, *(0.3 if weight_bytes(one) == largest else 0.9 for one in graphs[1:])], "told"
+
+    monkeypatch.setattr(choice, "Steps", Clock)
+    _, tried, best = chosen(folder, Budget("latency", 0.4), tmp_path / "bundle")
+    (search,) = [one for one in tried if one.candidate.kind == "architecture"]
+    assert best.candidate.name == named("W8A16") and search.kl_divergence is None
+    assert search.note == f"{named('W4A16_G64')} with all layers loses no less than {named('W8A16')}"
+
+
 @pytest.mark.parametrize(
     ("budget", "message"),
     [

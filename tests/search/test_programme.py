@@ -50,6 +50,16 @@ def test_choices_are_those_of_brute_force(seed: int) -> None:
         found.append(picked)
 
 
+def test_choices_that_are_above_a_limit_are_left_out_alone() -> None:
+    """Those that differ in one item from them may be chosen."""
+    costs, seconds, _ = problem(2)
+    limits, above = {"latency": Limit(seconds, 1e-3, 0.85e-3, " s")}, list[list[int]]()
+    for one in sorted((one for one in EVERY if limits["latency"].allows(one)), key=lambda one: cost(costs, one))[:8]:
+        picked = choose(costs, limits, above=above)
+        assert picked is not None and cost(costs, picked) == pytest.approx(cost(costs, one), rel=1e-9)
+        above.append(picked)
+
+
 def test_restricted_choices_are_those_of_brute_force() -> None:
     costs, seconds, _ = problem(1)
     limits = {"latency": Limit(seconds, 1e-3, 0.9e-3, " s")}

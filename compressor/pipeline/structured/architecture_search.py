@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -17,19 +17,18 @@ from compressor.pipeline.context import Context
 from compressor.pipeline.resume import cached_tensors
 from compressor.pipeline.structured.architecture import Parts, naming
 from compressor.pipeline.structured.architecture_scores import Score, Scores
-from compressor.pipeline.structured.costs.memory import held_bytes, peaks
-from compressor.pipeline.structured.costs.times import Costing, checked_time, times, unit_of
+from compressor.pipeline.structured.costs.limits import Costs
+from compressor.pipeline.structured.costs.times import Choice, Costing, unit_of
 from compressor.pipeline.structured.layer_ranking import choose_layers
-from compressor.search.front import Front, Point, lowered, with_front
+from compressor.search.front import Front, Point, with_front
 from compressor.search.joint import has_one_format, parts_of_pairs
 from compressor.search.programme import Limit, check_reachable, restricted
 from compressor.search.scenarios import Scenario
 from compressor.search.space import Alternative, Space, Starts, uniform
 
-Choice = tuple[int, ...]
-"""The place of each sub-layer's alternative in the space."""
 Depth: TypeAlias = Literal["iterative", "perplexity", "none"]
 """How sub-layers that go together are ranked (:mod:`compressor.pipeline.structured.layer_ranking`); or not at all."""
+_TURNS = 8  # of the programme, after each of which a few of its choices are timed
 
 
 @dataclass(frozen=True)
@@ -62,19 +61,9 @@ class Search:
     scenarios: Sequence[Scenario]
     decides: Any = None
 
-    def costing(self, ctx: Context) -> Costing:
-        """Return what alternatives are costed for."""
-        decides = _decides(ctx, self, "costs")
-        return Costing(self.pass_name, self.parts.layers, self.space, self.fmt, decides)
-
     def picks(self, choice: Sequence[int]) -> list[Alternative]:
         """Return the alternatives of a choice."""
         return [row[place] for row, place in zip(self.space, choice, strict=True)]
-
-    @property
-    def whole(self) -> list[int]:
-        """The choice that leaves all as it is."""
-        return [0] * len(self.space)
 
 
 def search(graph: GraphModule, ctx: Context, given: Search, pool: int) -> list[Alternative]:
@@ -86,67 +75,69 @@ def search(graph: GraphModule, ctx: Context, given: Search, pool: int) -> list[A
     Further budgets add as many choices each, and all of the latter.  So among budgets that are searched together, a
     larger one never gives a worse choice, whichever of them is the limit.
 
+    Where time is limited, the best of the pool are timed as wholes, and the programme chooses again by what that tells
+    of single alternatives, until the best one within the limit has been timed.
+
     Raises:
         UsageError: the limits cannot be met, or time is limited and nothing here tells it.
     """
-    limits, how = dict(given.limits), ""
-    if given.memory is not None:
-        limits["peak_memory"] = peaks(graph, ctx, given.costing(ctx), given.memory)
-    if given.latency is not None:
-        limits["latency"], how = times(graph, ctx, given.costing(ctx), given.latency)
+    costing = Costing(given.pass_name, given.parts.layers, given.space, given.fmt, _decides(ctx, given, "costs"))
+    costs = Costs(graph, ctx, costing, given.limits, given.latency, given.memory, given.budgets)
     with naming(given.pass_name):
-        check_reachable(limits)  # before candidates are scored
+        check_reachable(costs.limits)  # before candidates are scored
     singles = _singles(graph, ctx, given)
     even = [tuple(one) for one in uniform(given.parts.layers, given.space) if has_one_format(given.picks(one))]
-    costs = [[one.mean for one in row] for row in singles]
-    with naming(given.pass_name):
-        found = _proposed(costs, limits, given.scenarios, pool)
-        for name, limit in lowered(limits, given.budgets).items():
-            found += _proposed(costs, {name: limit}, given.scenarios, pool)
-    proposed = list(dict.fromkeys(found))
-    found += [one for one in even if given.budgets or all(limit.allows(one) for limit in limits.values())]
-    whole = _wholes(graph, ctx, given, list(dict.fromkeys(found)))
-    allowed = [one for one in whole if all(limit.allows(one) for limit in limits.values())]
-    best = _best(graph, ctx, given, sorted(allowed, key=lambda one: whole[one].mean), limits)
+    means, proposed, whole = [[one.mean for one in row] for row in singles], list[Choice](), dict[Choice, Score]()
+    for _ in range(_TURNS):
+        found = _proposed(given, costs, means, pool, whole)
+        proposed += [one for one in dict.fromkeys(found) if one not in proposed]
+        found += [one for one in even if given.budgets or costs.within(one)]
+        whole |= _wholes(graph, ctx, given, [one for one in dict.fromkeys(found) if one not in whole])
+        if not costs.time_best(_ranked(whole)):
+            break
+    best = costs.best(_ranked(whole))
     ctx.notes.append(_of_scenarios(given, proposed, whole))
-    ctx.notes += _told(given, unit_of(graph), best, singles, whole, limits, set(even))
+    uniforms = [one for one in even if one in whole and costs.within(one)]
+    ctx.notes += [*_told(given, unit_of(graph), best, singles, whole, uniforms), *costs.told(best)]
     if given.budgets:
-        ctx.fronts.append(_front(given, whole, limits, set(even), best))
+        ctx.fronts.append(_front(given, whole, costs, set(even), best))
     picks = given.picks(best)
-    if how:
-        ctx.notes.append(checked_time(graph, ctx, given.costing(ctx), picks, limits["latency"].sum(best), how))
     ctx.state = digest(ctx.state, [one.label for one in picks])  # times differ from run to run, and so may choices
     return picks
 
 
-def _best(
-    graph: GraphModule, ctx: Context, given: Search, ranked: Sequence[Choice], limits: dict[str, Limit]
-) -> Choice:
-    """Return the first choice whose program as a whole holds no more memory than allowed.
-
-    Raises:
-        UsageError: each holds more, though its parts do not.
-    """
-    if given.memory is None:
-        return ranked[0]
-    held = list[int]()
-    for one in ranked:
-        held.append(held_bytes(graph, ctx, given.costing(ctx), given.picks(one)))
-        if held[-1] <= given.memory:
-            ctx.notes.append(
-                f"{given.pass_name}: activations are foreseen to take {limits['peak_memory'].sum(one):,.0f} bytes at "
-                f"once, and take {held[-1]:,} as the program is planned"
-            )
-            return one
-    raise UsageError(
-        f"{given.pass_name}: peak_memory of at most {given.memory:,.0f} bytes: programs of the {len(held)} "
-        f"architectures within the limits hold {min(held):,} at least, as memory is kept for later values; raise it "
-        "or `pool`"
-    )
+def _ranked(whole: Mapping[Choice, Score]) -> list[Choice]:
+    return sorted(whole, key=lambda one: whole[one].mean)
 
 
 def _proposed(
-    costs: Sequence[Sequence[float]], limits: dict[str, Limit], scenarios: Sequence[Scenario], pool: int
+    given: Search, costs: Costs, means: Sequence[Sequence[float]], pool: int, known: Collection[Choice]
+) -> list[Choice]:
+    """Return the programme's choices under the limits, and under each further budget.
+
+    Args:
+        known: choices so far; those that turned out to be above a limit are left out.
+    Raises:
+        UsageError: the limits can be met in no scenario, and no choice is known.
+    """
+    found = list[Choice]()
+    for share, limits in costs.sets():
+        above = [one for one in known if not costs.within(one, share)]
+        with naming(given.pass_name):
+            try:
+                found += _in_scenarios(means, limits, given.scenarios, pool, above)
+            except UsageError:
+                if not known:
+                    raise
+    return found
+
+
+def _in_scenarios(
+    means: Sequence[Sequence[float]],
+    limits: dict[str, Limit],
+    scenarios: Sequence[Scenario],
+    pool: int,
+    above: Sequence[Choice],
 ) -> list[Choice]:
     """Return the programme's choices in each scenario.
 
@@ -157,19 +148,19 @@ def _proposed(
     for scenario in scenarios:
         for _ in range(pool if scenario.is_free else 1):
             try:
-                picked = restricted(costs, limits, scenario.allowed, found)
+                picked = restricted(means, limits, scenario.allowed, found, above)
             except UsageError as error:
                 why.append(error)
                 break
             if picked is None:
                 break
             found.append(tuple(picked))
-    if not found:
+    if not found and why:
         raise why[0]
     return found
 
 
-def _of_scenarios(given: Search, proposed: Sequence[Choice], whole: dict[Choice, Score]) -> str:
+def _of_scenarios(given: Search, proposed: Sequence[Choice], whole: Mapping[Choice, Score]) -> str:
     """Say what the programme's choices reach, by the number of sub-layers that go."""
     best = dict[int, Score]()
     for one in proposed:
@@ -179,18 +170,14 @@ def _of_scenarios(given: Search, proposed: Sequence[Choice], whole: dict[Choice,
     return f"{given.pass_name}: the programme's {len(proposed)} choices as wholes, by sub-layers that go: {told}"
 
 
-def _front(
-    given: Search, whole: dict[Choice, Score], limits: dict[str, Limit], even: set[Choice], best: Choice
-) -> Front:
+def _front(given: Search, whole: Mapping[Choice, Score], costs: Costs, even: set[Choice], best: Choice) -> Front:
     """Return all architectures that were scored as wholes, by the one measure that is limited."""
-    ((measure, limit),) = limits.items()
-    points = [
-        Point(
-            limit.sum(one), score.mean, score.error, tuple(x.label for x in given.picks(one)), one in even, one == best
-        )
-        for one, score in whole.items()
-    ]
-    return Front(measure, limit.unit, limit.sum(given.whole), "kl_divergence", with_front(points))
+    ((measure, limit),) = costs.limits.items()
+    points = []
+    for one, score in whole.items():
+        labels = tuple(pick.label for pick in given.picks(one))
+        points.append(Point(costs.of(measure, one), score.mean, score.error, labels, one in even, one == best))
+    return Front(measure, limit.unit, limit.sum([0] * len(best)), "kl_divergence", with_front(points))
 
 
 def _singles(graph: GraphModule, ctx: Context, given: Search) -> list[list[Score]]:
@@ -239,9 +226,8 @@ def _told(
     unit: str,
     best: Choice,
     singles: Sequence[Sequence[Score]],
-    whole: dict[Choice, Score],
-    limits: dict[str, Limit],
-    even: set[Choice],
+    whole: Mapping[Choice, Score],
+    uniforms: Sequence[Choice],
 ) -> list[str]:
     """Say what was chosen, layer by layer, and what the pool's others reach."""
     name, notes = given.pass_name, []
@@ -255,15 +241,9 @@ def _told(
         f"{name}: KL(model || architecture) {whole[best]} nats {unit} on {given.scores.samples} held-out samples; "
         f"scores add up to {added:.4g}; of {len(whole)} architectures that were scored as wholes"
     )
-    uniforms = [one for one in whole if one in even and all(limit.allows(one) for limit in limits.values())]
     if uniforms:
         first = min(uniforms, key=lambda one: whole[one].mean)
         notes.append(f"{name}: the best of {len(uniforms)} uniform ones within the limits reaches {whole[first]}")
-    for measure, limit in limits.items():
-        notes.append(
-            f"{name}: {measure} {limit.sum(best):,.6g}{limit.unit}, at most {limit.most:,.6g}{limit.unit}; all as it "
-            f"is {limit.sum(given.whole):,.6g}{limit.unit}"
-        )
     return notes
 
 

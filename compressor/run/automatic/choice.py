@@ -8,6 +8,7 @@ measures its bundle.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,7 +135,7 @@ class Choosing:
                 self._measure(one)
         if self._budget.kind == "latency":
             self._time()
-            for one in map(self._planned, self._quicker()):
+            for one in self._quicker():
                 self.tried.append(one)
                 if not one.note:
                     self._measure(one)
@@ -144,7 +145,7 @@ class Choosing:
         within = [one for one in self.tried if self._fits(one)]
         if not within:
             self._refuse("weight_bytes")
-        best = min(within, key=lambda one: one.kl_divergence or 0.0)
+        best = min(within, key=_divergence)
         best.chosen = True
         for one in self.tried:
             one.graph = None
@@ -182,14 +183,21 @@ class Choosing:
                 found.append(one)
         return found
 
-    def _quicker(self) -> list[Candidate]:
-        """Return searches of architectures for formats in which a step takes too long."""
+    def _quicker(self) -> list[Tried]:
+        """Plan searches of architectures for formats in which a step takes too long, where they may be the best."""
+        within = [one for one in self.tried if self._fits(one)]
+        best = min(within, key=_divergence, default=None)
         found = []
         for scheme in self._formats.searched:
             name = named(scheme, self._formats.tables[0])
-            share = next((one.latency for one in self.tried if one.candidate.name == name), None)
-            if share is not None and share > self._budget.limit:
-                found.append(self._formats.architecture(scheme, {"latency": round(self._budget.limit / share, 3)}))
+            whole = next((one for one in self.tried if one.candidate.name == name and one.latency is not None), None)
+            if whole is None or whole.latency is None or self._fits(whole):
+                continue
+            share = round(self._budget.limit / whole.latency, 3)
+            one = self._planned(self._formats.architecture(scheme, {"latency": share}))
+            if best is not None and _divergence(best) <= _divergence(whole) and not one.note:
+                one.note = f"{name} with all layers loses no less than {best.candidate.name}"
+            found.append(one)
         return found
 
     def _leave_out(self) -> None:
@@ -248,6 +256,10 @@ class Choosing:
         (dense, *others), _ = clock([self._dense, *(one.graph for one in graphs if one.graph is not None)])
         for one, seconds in zip(graphs, others, strict=True):
             one.latency = seconds / dense
+
+
+def _divergence(one: Tried) -> float:
+    return math.inf if one.kl_divergence is None else one.kl_divergence
 
 
 def _quality(given: Prepared, graph: GraphModule) -> EvalResult:

@@ -1,10 +1,18 @@
-"""Time alternatives on the target's kernels: a decoder's step, or one image, with a change in all sub-layers alike."""
+"""Time architectures on the target's kernels, a decoder's step or one image, and tell what single changes save.
+
+    seconds of an architecture - seconds of the whole = sum of what its changes add, in least squares
+
+First each change is made in all sub-layers that are alike; then a search times its best architectures as wholes, which
+corrects what noise made cheap, and what does not add up.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch.fx import GraphModule
 
@@ -16,6 +24,9 @@ from compressor.pipeline.resume import cached_tensors
 from compressor.pipeline.structured.architecture import Picks, alike, built
 from compressor.search.programme import Limit
 from compressor.search.space import Space, SubLayer
+
+Choice: TypeAlias = tuple[int, ...]
+"""The place of each sub-layer's alternative in the space."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,11 @@ class Costing:
         """Return the architecture that leaves all as it is."""
         return [row[0] for row in self.space]
 
-    def key(self, ctx: Context, what: str) -> list[object]:
+    def picks(self, choice: Choice) -> Picks:
+        """Return the alternatives of a choice."""
+        return [row[place] for row, place in zip(self.space, choice, strict=True)]
+
+    def key(self, ctx: Context, what: object) -> list[object]:
         """Return plain data that determine costs on a target."""
         labels = [[one.label for one in row] for row in self.space]
         return [what, labels, self.decides, ctx.target, None if self.fmt is None else self.fmt.name]
@@ -52,68 +67,93 @@ def unit_of(graph: GraphModule) -> str:
     return "an image" if info.kind == "module" else "a token"
 
 
-def _run_of(graph: GraphModule) -> str:
-    """Name what is timed of a model, with its article."""
-    return unit_of(graph) if graph.meta["model"].kind == "module" else "a step"
-
-
-def times(graph: GraphModule, ctx: Context, given: Costing, share: float) -> tuple[Limit, str]:
-    """Return the limit of time, in seconds a step or an image, and in words how times were found.
-
-    A change is made in all sub-layers that are alike but the first, and the difference to the whole graph's step is
-    divided by their number: what stands beside them cancels.  No difference is taken for more than it is.
+class Times:
+    """Seconds of a step or an image of architectures, as they were timed, and what alternatives add to them.
 
     Args:
-        share: of the whole graph's time.
+        graph: whole.
+        share: of the whole graph's time that is allowed.
     Raises:
         UsageError: nothing here tells times.
+
+    Attributes:
+        taken: seconds of each architecture that was timed.
     """
-    timer = ctx.step_seconds
-    if timer is None:
-        raise UsageError(
-            f"{given.pass_name}: latency: what {_run_of(graph)} takes is not known here; compress through "
-            "compressor.compress or the command line, or limit weight_bytes or parameters"
+
+    def __init__(self, graph: GraphModule, ctx: Context, given: Costing, share: float) -> None:
+        self._graph, self._ctx, self._given, self._share, self._how = graph, ctx, given, share, ""
+        self._what = unit_of(graph) if graph.meta["model"].kind == "module" else "a step"
+        self._whole, self.taken = (0,) * len(given.space), dict[Choice, float]()
+        self._groups = alike(graph, given.layers, given.space)
+        if ctx.step_seconds is None:
+            raise UsageError(
+                f"{given.pass_name}: latency: what {self._what} takes is not known here; compress through "
+                "compressor.compress or the command line, or limit weight_bytes or parameters"
+            )
+        self.time(self._changes())
+
+    def time(self, several: Sequence[Choice]) -> None:
+        """Time architectures in turns with the whole one; what is in the cache is not timed again."""
+        timer, given = self._ctx.step_seconds, self._given
+        assert timer is not None
+
+        def make() -> dict[str, torch.Tensor]:
+            wanted = map(given.picks, (self._whole, *several))
+            seconds, how = timer([built(self._graph, given.pass_name, picks, given.fmt) for picks in wanted])
+            return {"seconds": torch.tensor(seconds, dtype=torch.float64), "how": torch.tensor(list(how.encode()))}
+
+        decides = given.key(self._ctx, ["seconds", [*map(list, several)]])
+        known = cached_tensors(self._graph, self._ctx, given.pass_name, decides, make)
+        first, *others = known["seconds"].tolist()
+        level = self.taken.setdefault(self._whole, first)  # the machine's own comes and goes, so shares are kept
+        self.taken |= {one: level * seconds / first for one, seconds in zip(several, others, strict=True)}
+        self._how = bytes(known["how"].tolist()).decode()
+
+    def limit(self) -> Limit:
+        """Return the limit of time, in seconds, by all that has been timed."""
+        columns = dict[tuple[int, str], int]()
+        places = [[0] * len(row) for row in self._given.space]  # of each alternative its column, behind those as is
+        for number, members in enumerate(self._groups):
+            for i in members:
+                for place, one in enumerate(self._given.space[i][1:], 1):
+                    places[i][place] = columns.setdefault((number, one.label), len(columns) + 1)
+        counts = np.zeros((len(self.taken), len(columns) + 1))
+        for row, choice in zip(counts, self.taken, strict=True):
+            np.add.at(row, [places[i][place] for i, place in enumerate(choice)], 1)
+        first = self.taken[self._whole]
+        added = np.array([*self.taken.values()]) - first
+        found = np.append(0.0, np.linalg.lstsq(counts[:, 1:], added, rcond=None)[0])
+        return Limit([found[row].tolist() for row in places], first, self._share * first, " s")
+
+    def _changes(self) -> list[Choice]:
+        """Return the architectures with one change in all sub-layers that are alike but the first of them.
+
+        What stands beside the changed ones cancels in the difference, and no difference is taken for more than it is.
+        """
+        found, space = [], self._given.space
+        for members in self._groups:
+            for label in dict.fromkeys(one.label for i in members for one in space[i][1:]):
+                able = [i for i in members if any(one.label == label for one in space[i])]
+                choice = [*self._whole]
+                for i in able[1:] or able:
+                    choice[i] = next(place for place, one in enumerate(space[i]) if one.label == label)
+                found.append(tuple(choice))
+        return found
+
+    def checked(self, choice: Choice, parts: float) -> str:
+        """Say what a step or an image of a timed architecture was foreseen to take, and takes when it is timed again.
+
+        Args:
+            parts: seconds that its parts were foreseen to add up to, before any architecture was timed as a whole.
+        """
+        timer, given, foreseen = self._ctx.step_seconds, self._given, self.taken[choice]
+        assert timer is not None
+        both = [built(self._graph, given.pass_name, one, given.fmt) for one in (given.whole, given.picks(choice))]
+        (whole, chosen), _ = timer(both)
+        foreseen *= whole / self.taken[self._whole]
+        return (
+            f"{given.pass_name}: {self._what} is foreseen to take {1e3 * foreseen:.4g} ms, and takes "
+            f"{1e3 * chosen:.4g} ms ({foreseen / chosen - 1:+.1%}), {chosen / whole:.3f} of the model's "
+            f"{1e3 * whole:.4g} ms; its parts, timed apart, added up to {parts / self.taken[self._whole]:.3f} "
+            f"({self._how})"
         )
-    changes = _changes(given.space, alike(graph, given.layers, given.space))
-
-    def make() -> dict[str, torch.Tensor]:
-        wanted = [given.whole]
-        for places, _, label in changes:
-            picks = list(given.whole)
-            for i in places:
-                picks[i] = next(one for one in given.space[i] if one.label == label)
-            wanted.append(picks)
-        seconds, how = timer([built(graph, given.pass_name, picks, given.fmt) for picks in wanted])
-        return {"seconds": torch.tensor(seconds, dtype=torch.float64), "how": torch.tensor(list(how.encode()))}
-
-    known = cached_tensors(graph, ctx, given.pass_name, given.key(ctx, "seconds"), make)
-    first, *others = known["seconds"].tolist()
-    sizes = [[0.0] * len(row) for row in given.space]
-    for (places, members, label), seconds in zip(changes, others, strict=True):
-        for i in members:
-            for place, one in enumerate(given.space[i]):
-                if one.label == label:
-                    sizes[i][place] = (seconds - first) / len(places)
-    return Limit(sizes, first, share * first, " s"), bytes(known["how"].tolist()).decode()
-
-
-def _changes(space: Space, groups: Sequence[list[int]]) -> list[tuple[list[int], list[int], str]]:
-    """List what is timed: the sub-layers that change, those that are alike, whose times it tells, and to what."""
-    found: list[tuple[list[int], list[int], str]] = []
-    for members in groups:
-        for label in dict.fromkeys(one.label for i in members for one in space[i][1:]):
-            able = [i for i in members if any(one.label == label for one in space[i])]
-            found.append((able[1:] or able, members, label))
-    return found
-
-
-def checked_time(graph: GraphModule, ctx: Context, given: Costing, picks: Picks, foreseen: float, how: str) -> str:
-    """Say what a step or an image of the architecture was foreseen to take, and takes as it is built."""
-    assert ctx.step_seconds is not None
-    both = [built(graph, given.pass_name, one, given.fmt) for one in (given.whole, picks)]
-    (whole, chosen), _ = ctx.step_seconds(both)
-    off = foreseen / chosen - 1
-    return (
-        f"{given.pass_name}: {_run_of(graph)} is foreseen to take {1e3 * foreseen:.4g} ms, and takes "
-        f"{1e3 * chosen:.4g} ms ({off:+.1%}), {chosen / whole:.3f} of the model's {1e3 * whole:.4g} ms ({how})"
-    )
