@@ -248,8 +248,8 @@ class Choosing:
             one.graph = None
 
     def _time(self) -> None:
-        """Time a step or an image of the dense model and of each candidate, in turns."""
-        graphs = [one for one in self.tried if one.graph is not None]
+        """Time a step or an image of each candidate that has not been timed, in turns with the dense model."""
+        graphs = [one for one in self.tried if one.graph is not None and one.latency is None]
         if self._dense is None or not graphs:
             return
         clock = Steps(self.recipe([]), None, self._reporter)
