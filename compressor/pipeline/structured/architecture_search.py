@@ -28,7 +28,7 @@ from compressor.search.space import Alternative, Space, Starts, uniform
 
 Depth: TypeAlias = Literal["iterative", "perplexity", "none"]
 """How sub-layers that go together are ranked (:mod:`compressor.pipeline.structured.layer_ranking`); or not at all."""
-_TURNS = 8  # of the programme, after each of which a few of its choices are timed
+_TURNS = 12  # of the programme, after each of which a few of its choices are timed
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def search(graph: GraphModule, ctx: Context, given: Search, pool: int) -> list[A
     larger one never gives a worse choice, whichever of them is the limit.
 
     Where time is limited, the best of the pool are timed as wholes, and the programme chooses again by what that tells
-    of single alternatives, until the best one within the limit has been timed.
+    of single alternatives, until the best one within the limit has been timed twice, and is within it by the mean.
 
     Raises:
         UsageError: the limits cannot be met, or time is limited and nothing here tells it.

@@ -90,13 +90,14 @@ class Costs:
         return self._held[choice]
 
     def time_best(self, ranked: Sequence[Choice]) -> bool:
-        """Time the first few architectures within each budget as wholes, unless the first one has been timed.
+        """Time the first few architectures within each budget as wholes; the first one of all twice, at last.
 
         Returns:
-            Some were timed, and :attr:`limits` tell anew what single alternatives take.
+            Something was timed, and :attr:`limits` tell anew what single alternatives take.
         """
         if self.clock is None:
             return False
+        best = next(filter(self.allow, ranked), None)
         found = dict[Choice, None]()
         for share, _ in self.sets():
             within = list(islice((one for one in ranked if self.allow(one, share)), _AT_ONCE))
@@ -104,8 +105,12 @@ class Costs:
                 found |= dict.fromkeys(one for one in within if one not in self.clock.taken)
         if found:
             self.clock.time(list(found))
-            self.limits["latency"] = self.clock.limit()
-        return bool(found)
+        elif best is not None and best not in self.clock.repeated:
+            self.clock.confirm(best)
+        else:
+            return False
+        self.limits["latency"] = self.clock.limit()
+        return True
 
     def best(self, ranked: Sequence[Choice]) -> Choice:
         """Return the first architecture within the limits; where time is limited, of those that were timed.
@@ -144,5 +149,7 @@ class Costs:
                 f"and take {self.held(best):,} as the program is planned"
             )
         if self.clock is not None and self.parts is not None:
-            notes.append(self.clock.checked(best, self.parts.sum(best)))
+            if best not in self.clock.repeated:
+                self.clock.confirm(best)
+            notes.append(self.clock.told(best, self.parts.sum(best)))
         return notes

@@ -78,12 +78,14 @@ class Times:
 
     Attributes:
         taken: seconds of each architecture that was timed.
+        repeated: at first and when timed again, of those that were.
     """
 
     def __init__(self, graph: GraphModule, ctx: Context, given: Costing, share: float) -> None:
         self._graph, self._ctx, self._given, self._share, self._how = graph, ctx, given, share, ""
         self._what = unit_of(graph) if graph.meta["model"].kind == "module" else "a step"
         self._whole, self.taken = (0,) * len(given.space), dict[Choice, float]()
+        self.repeated = dict[Choice, tuple[float, float]]()
         self._groups = alike(graph, given.layers, given.space)
         if ctx.step_seconds is None:
             raise UsageError(
@@ -92,8 +94,8 @@ class Times:
             )
         self.time(self._changes())
 
-    def time(self, several: Sequence[Choice]) -> None:
-        """Time architectures in turns with the whole one; what is in the cache is not timed again."""
+    def time(self, several: Sequence[Choice], what: str = "seconds") -> None:
+        """Time architectures in turns with the whole one; what is in the cache under this name is not timed again."""
         timer, given = self._ctx.step_seconds, self._given
         assert timer is not None
 
@@ -102,7 +104,7 @@ class Times:
             seconds, how = timer([built(self._graph, given.pass_name, picks, given.fmt) for picks in wanted])
             return {"seconds": torch.tensor(seconds, dtype=torch.float64), "how": torch.tensor(list(how.encode()))}
 
-        decides = given.key(self._ctx, ["seconds", [*map(list, several)]])
+        decides = given.key(self._ctx, [what, [*map(list, several)]])
         known = cached_tensors(self._graph, self._ctx, given.pass_name, decides, make)
         first, *others = known["seconds"].tolist()
         level = self.taken.setdefault(self._whole, first)  # the machine's own comes and goes, so shares are kept
@@ -140,20 +142,22 @@ class Times:
                 found.append(tuple(choice))
         return found
 
-    def checked(self, choice: Choice, parts: float) -> str:
-        """Say what a step or an image of a timed architecture was foreseen to take, and takes when it is timed again.
+    def confirm(self, choice: Choice) -> None:
+        """Time an architecture once more: it was chosen since it seemed quick, and counts with its mean from now on."""
+        first = self.taken[choice]
+        self.time([choice], "again")
+        self.repeated[choice] = first, self.taken[choice]
+        self.taken[choice] = sum(self.repeated[choice]) / 2
+
+    def told(self, choice: Choice, parts: float) -> str:
+        """Say what a step or an image of a confirmed architecture was foreseen to take, and took when timed again.
 
         Args:
             parts: seconds that its parts were foreseen to add up to, before any architecture was timed as a whole.
         """
-        timer, given, foreseen = self._ctx.step_seconds, self._given, self.taken[choice]
-        assert timer is not None
-        both = [built(self._graph, given.pass_name, one, given.fmt) for one in (given.whole, given.picks(choice))]
-        (whole, chosen), _ = timer(both)
-        foreseen *= whole / self.taken[self._whole]
+        (foreseen, taken), whole = self.repeated[choice], self.taken[self._whole]
         return (
-            f"{given.pass_name}: {self._what} is foreseen to take {1e3 * foreseen:.4g} ms, and takes "
-            f"{1e3 * chosen:.4g} ms ({foreseen / chosen - 1:+.1%}), {chosen / whole:.3f} of the model's "
-            f"{1e3 * whole:.4g} ms; its parts, timed apart, added up to {parts / self.taken[self._whole]:.3f} "
-            f"({self._how})"
+            f"{self._given.pass_name}: {self._what} is foreseen to take {1e3 * foreseen:.4g} ms, and takes "
+            f"{1e3 * taken:.4g} ms ({foreseen / taken - 1:+.1%}), {taken / whole:.3f} of the model's "
+            f"{1e3 * whole:.4g} ms; its parts, timed apart, added up to {parts / whole:.3f} ({self._how})"
         )
