@@ -7,7 +7,8 @@ Weights are rounded to nearest, which calibrates nothing but stored scales of ac
 export, not the quality of the codes.  Each row is an export as `compress export` makes it: refused, or read again
 number by number, then loaded by its client.  ``--experts`` is a Qwen 3 of experts, random weights.  With ``--ort-web``
 a decoder's ONNX file also runs in ONNX Runtime Web, by WebAssembly in Chromium (`npm install --prefix peers
-onnxruntime-web`); its greedy tokens are compared as the client's are.  ``--rows`` prints the rows alone.
+onnxruntime-web`); its greedy tokens are compared as the client's are, and so are those of GGUF files with
+``--llama`` in llama.cpp itself.  ``--rows`` prints the rows alone.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -36,7 +38,7 @@ from compressor.errors import UsageError
 from compressor.evaluate.quality import GraphLogits
 from compressor.export.exchange.job import Exported, export_graph
 from compressor.graph.model import clone_graph
-from compressor.graph.sites import EXPERT, linear_sites
+from compressor.graph.sites import EXPERT, ROUTER, linear_sites
 from compressor.passes.embedding import Embedding
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
@@ -97,16 +99,17 @@ def compressed(subject: Subject, scheme: str, table: bool) -> GraphModule:
     experts = any(site.module_class == EXPERT for site in linear_sites(graph))
     steps = [Rtn(first, targets=("Linear", EXPERT) if experts else "Linear", ignore=("lm_head",))]
     if second:
-        steps = [Rtn(first, targets=("re:.*mlp.*",)), Rtn(second, targets=("re:.*self_attn.*",))]
+        routers = (ROUTER,) if experts else ()
+        steps = [Rtn(first, targets=("re:.*mlp.*",), ignore=routers), Rtn(second, targets=("re:.*self_attn.*",))]
     for step in (*steps, *([Embedding()] if table else [])):
         graph = step.run(graph, Context())
     return graph
 
 
 def exported(
-    subject: Subject, name: str, options: tuple[str, ...], scheme: str, dist: Path | None
+    subject: Subject, name: str, options: tuple[str, ...], scheme: str, asked: argparse.Namespace
 ) -> tuple[Exported | str | None, str]:
-    """Export, or say why not; and where a page is asked for, the greedy tokens that are equal there.
+    """Export, or say why not; and where a page or llama.cpp is asked for, the greedy tokens that are equal there.
 
     A format whose groups divide none of the model's widths gives None.
     """
@@ -124,12 +127,29 @@ def exported(
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         found = export_graph(graph, form, folder, folder)
+        if name == "gguf" and asked.llama is not None:
+            return found, in_llama_cpp(graph, folder, asked.llama)
         paged = name == "onnx" and not options and scheme in PAGES
-        return found, in_browser(graph, folder, dist) if paged and dist is not None else ""
+        return found, in_browser(graph, folder, asked.ort_web) if paged and asked.ort_web is not None else ""
+
+
+def equal_tokens(graph: GraphModule, prompt: list[int], tokens: list[int]) -> str:
+    """Count the tokens up to the first that the graph would not choose."""
+    chosen = GraphLogits(graph)(np.array([prompt + tokens]))[0, PROMPT - 1 : -1].argmax(-1).numpy()
+    unequal = np.flatnonzero(chosen != np.array(tokens))
+    return f"{int(unequal[0]) if len(unequal) else NEW} of {NEW}"
+
+
+def in_llama_cpp(graph: GraphModule, folder: Path, program: Path) -> str:
+    """Continue a prompt in llama.cpp (benchmarks/peers/llama_tokens.cpp), which rounds activations to 8 bits."""
+    prompt = np.random.default_rng(0).integers(3, graph.meta["model"].vocab_size, PROMPT).tolist()
+    given = [str(program), str(folder / "model.gguf"), ",".join(map(str, prompt)), str(NEW)]
+    said = subprocess.run(given, check=True, capture_output=True, text=True).stdout
+    return equal_tokens(graph, prompt, [int(token) for token in said.replace(",", " ").split()])
 
 
 def in_browser(graph: GraphModule, folder: Path, dist: Path) -> str:
-    """Continue a prompt in ONNX Runtime Web, and count the tokens up to the first that the graph would not choose."""
+    """Continue a prompt in ONNX Runtime Web."""
     from playwright.sync_api import sync_playwright
     from web_race import FLAGS, serving
 
@@ -144,19 +164,17 @@ def in_browser(graph: GraphModule, folder: Path, dist: Path) -> str:
         page.goto(f"http://127.0.0.1:{server.server_port}/peers/web_onnxruntime.html?{query}")
         page.wait_for_function("window.ready")
         tokens = page.evaluate("([ids, count]) => generate(ids, count)", [prompt, NEW])["ids"]
-    chosen = GraphLogits(graph)(np.array([prompt + tokens]))[0, PROMPT - 1 : -1].argmax(-1).numpy()
-    unequal = np.flatnonzero(chosen != np.array(tokens))
-    return f"{int(unequal[0]) if len(unequal) else NEW} of {NEW}"
+    return equal_tokens(graph, prompt, tokens)
 
 
-def rows(subject: Subject, only: Sequence[str], dist: Path | None) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of each row whose export, options and format have one of the parts ``only``."""
+def rows(subject: Subject, asked: argparse.Namespace) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of each row whose export, options and format have one of the parts that are asked for."""
     for name, options, schemes in subject.cases:
         for scheme in schemes:
             start = subject.name, " ".join((name, *options)), scheme
-            if not any(part in " ".join(start[1:]) for part in only):
+            if not any(part in " ".join(start[1:]) for part in asked.only.split(",")):
                 continue
-            found, page = exported(subject, name, options, scheme, dist)
+            found, page = exported(subject, name, options, scheme, asked)
             if found is None:
                 continue
             if isinstance(found, str):
@@ -170,7 +188,8 @@ def rows(subject: Subject, only: Sequence[str], dist: Path | None) -> Iterator[t
             tokens = f"{checked.equal_tokens} of {checked.tokens}" if checked.tokens else ""
             yield (*start, *size, apart, tokens)
             if page:
-                yield (*start, *size, "ONNX Runtime Web, WebAssembly in Chromium", page)
+                where = "llama.cpp" if name == "gguf" else "ONNX Runtime Web, WebAssembly in Chromium"
+                yield (*start, *size, where, page)
 
 
 def subjects(asked: argparse.Namespace, scratch: Path) -> Iterator[Subject]:
@@ -194,7 +213,7 @@ def random_experts(folder: Path) -> Path:
     config = transformers.Qwen3MoeConfig(
         vocab_size=2048, hidden_size=256, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
         head_dim=32, max_position_embeddings=512, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128,
-        bos_token_id=0, eos_token_id=0,
+        bos_token_id=0, eos_token_id=0, norm_topk_prob=True,
     )  # fmt: skip
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).half().save_pretrained(folder)
@@ -208,13 +227,14 @@ def main() -> None:
     parser.add_argument("--resnet", nargs=2, metavar=("WEIGHTS", "IMAGES"), help="see benchmarks/resnet.py")
     parser.add_argument("--experts", action="store_true")
     parser.add_argument("--ort-web", type=Path, metavar="DIST", help="folder of ONNX Runtime Web's files")
+    parser.add_argument("--llama", type=Path, metavar="PROGRAM", help="of benchmarks/peers/llama_tokens.cpp")
     parser.add_argument("--rows", action="store_true", help="print rows alone, for a table that is there")
     asked = parser.parse_args()
     if not asked.rows:
         print_head(asked.ort_web)
     with tempfile.TemporaryDirectory() as scratch:
         for subject in subjects(asked, Path(scratch)):
-            for row in rows(subject, asked.only.split(","), asked.ort_web):
+            for row in rows(subject, asked):
                 print(f"| {' | '.join(row)} |", flush=True)
 
 

@@ -25,7 +25,7 @@ from compressor.pipeline.sensitivities import sensitivities
 from compressor.recipe.recipe import load_text_spec
 
 _FORMATS = [Format.parse(name) for name in ("W2A16_G64", "W4A16_G128", "W8A16")]
-_SITES = r"re:model\.layers\.[03]\."
+_SITES = r"re:model\.layers\."
 
 
 def cpu_seconds(pid: int) -> float:
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2)
     turns = parser.parse_args().turns
     model = resource("models") / "reference"
-    spec = load_text_spec("python_docs").model_copy(update={"samples": 4, "sequence_length": 64})
+    spec = load_text_spec("python_docs").model_copy(update={"samples": 64, "sequence_length": 256})
     ids, graph = load_samples(spec, model, 2048).ids, capture(model)
     sites = match_sites(linear_sites(graph), _SITES)[0]
     torch.set_num_threads(1)

@@ -206,7 +206,7 @@ def _capture_meta_model(meta_model: MetaModel) -> GraphModule:
 
     info = info if meta_model.kind != "pair" else finish_pair(graph, info, model.config.text_config, read)
     captured = _bind(graph, layout, read, set(buffers) | set(constants), info)
-    captured.meta["stored"] = weights.stored_forms(layout.transposed, layout.plus_one, {*slices, *normed})
+    captured.meta["stored"] = weights.stored_forms(layout.transposed, layout.plus_one, {*normed}, slices)
     if probed is None:
         return _as_module(captured, args, shapes, None)
     captured.meta["notes"] = [*meta_model.notes, *probed.notes, *bias_notes(graph), *gate_notes(captured)]

@@ -52,6 +52,7 @@ def renamed_source(source: WeightSource, model: PreTrainedModel) -> WeightSource
     rename = cast("Callable[..., Any]", rename_source_key)
     readers: dict[str, Callable[[], Tensor]] = {}
     slices: dict[str, Callable[[int], Tensor]] = {}
+    pieces: dict[str, Callable[[int], tuple[str, ...]]] = {}
     groups: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     in_files: dict[str, str] = {}
     for stored in sorted(source.names, key=_natural):
@@ -70,9 +71,21 @@ def renamed_source(source: WeightSource, model: PreTrainedModel) -> WeightSource
             readers[target] = partial(_convert, source, converter, first, dict(collected), target, model)
             if _merges_slices(converter, collected):
                 slices[target] = partial(_convert_slice, source, converter, first, dict(collected), target, model)
+                if {operation.dim for operation in cast("list[Any]", converter.operations[1:])} <= {1}:  # rows of each
+                    pieces[target] = partial(_names_of_slice, converter, dict(collected))
     return replace(
-        source, names=frozenset(readers), read=lambda name: readers[name](), slices=slices, in_files=in_files
+        source,
+        names=frozenset(readers),
+        read=lambda name: readers[name](),
+        slices=slices,
+        slice_names=pieces,
+        in_files=in_files,
     )
+
+
+def _names_of_slice(converter: Any, collected: Mapping[str, Sequence[str]], place: int) -> tuple[str, ...]:
+    """Name the stored tensors of one slice, in the order in which they are concatenated: that of the patterns."""
+    return tuple(collected[pattern][place] for pattern in converter.source_patterns if pattern in collected)
 
 
 def _merges_slices(converter: Any, collected: Mapping[str, Sequence[str]]) -> bool:

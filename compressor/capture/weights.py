@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from compressor.capture.files import listed_files
 from compressor.errors import CaptureError
 from compressor.graph.provenance import Stored
 from compressor.host.tensor_files import DTYPES, map_safetensors
+
+if TYPE_CHECKING:
+    from compressor.capture.experts.split import ExpertSlice
 
 INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 _STORED_TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -40,6 +43,8 @@ class WeightSource:
     optional: frozenset[str] = frozenset()  # names that need no place in the model
     slices: Mapping[str, Callable[[int], Tensor]] = field(default_factory=dict)
     """Readers of single slices, by the names of tensors that are stored in slices along their first dimension."""
+    slice_names: Mapping[str, Callable[[int], tuple[str, ...]]] = field(default_factory=dict)
+    """Names in the files of the tensors that a slice has its rows from, one behind the other, by those of `slices`."""
     in_files: Mapping[str, str] = field(default_factory=dict)
     """The name in the files of each tensor that has another here; empty for one that is made from several."""
     quantized: Mapping[str, Path] = field(default_factory=dict)
@@ -144,18 +149,27 @@ class WeightMap:
     stored: dict[str, str] = field(default_factory=dict)  # model's name -> stored name
     copies: dict[str, list[str]] = field(default_factory=dict)  # model's name -> all stored names, of equal values
 
-    def stored_forms(self, transposed: set[str], plus_one: set[str], made: Iterable[str]) -> dict[str, Stored]:
+    def stored_forms(
+        self, transposed: set[str], plus_one: set[str], made: Iterable[str], slices: Mapping[str, ExpertSlice]
+    ) -> dict[str, Stored]:
         """Say how each parameter lies in the files.
 
         Args:
             transposed, plus_one: names of parameters that a graph holds so.
-            made: names of parameters that a graph makes of several stored ones, or of a part of one.
+            made: names of parameters that a graph makes of several stored ones.
+            slices: of parameters that are a part of one.
         """
         found = {}
         for name, copies in self.copies.items():
             names = tuple(self.source.in_files.get(copy, copy) for copy in copies)
             reason = "" if all(names) else f"transformers makes it of other tensors as it loads {self.source.place}"
             found[name] = Stored(names, name in transposed, name in plus_one, reason)
+        for name, part in slices.items():
+            pieces = self.source.slice_names.get(self.stored[part.stored])
+            if pieces is None or part.transposed:
+                found[name] = Stored((), reason=f"it is a part of {part.stored}, which is stored as a whole")
+            else:
+                found[name] = Stored(pieces(part.expert), joined=True)
         return found | {name: Stored((), reason="capture makes it of stored tensors") for name in made}
 
     def read(self, name: str, shape: tuple[int, ...], place: int | None = None) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from torch import Tensor
 from torch.fx import Node
 
 
@@ -17,12 +18,18 @@ class Stored:
         transposed: rows and columns change places.
         plus_one: the parameter is one more than what is stored.
         reason: why it cannot be written back as one tensor; empty if it can.
+        joined: the named tensors have equal shares of the rows, one behind the other.
     """
 
     names: tuple[str, ...]
     transposed: bool = False
     plus_one: bool = False
     reason: str = ""
+    joined: bool = False
+
+    def piece(self, value: Tensor, name: str) -> Tensor:
+        """Return the rows of a tensor of this parameter that a stored one has."""
+        return value.chunk(len(self.names))[self.names.index(name)] if self.joined else value
 
 
 def owner(node: Node) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
+from export_clients import TOLERANCE, by_transformers, has_client, written
 from families import DECODERS, VOCAB, save
 from missing import skip_or_fail
 from native_bundles import write_native_bundle
@@ -29,7 +29,6 @@ from compressor.export.conversion.original import open_original
 from compressor.export.exchange import check, job
 from compressor.export.exchange.bundle_graph import bundle_graph
 from compressor.export.exchange.dense_form import list_packed
-from compressor.export.exchange.export import Export, Loading
 from compressor.export.exchange.job import export_bundle, export_graph
 from compressor.export.facts import model_facts
 from compressor.formats.packing import dequantize
@@ -46,8 +45,6 @@ from compressor.run.job import run_recipe
 pytestmark = pytest.mark.usefixtures("captures_once")
 
 SAMPLES = random_samples(VOCAB, 16)
-TOLERANCE = 1e-5  # of the largest output: sums in another order
-FLOATS = Loading()
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
@@ -73,29 +70,6 @@ def compressed(model: Path, *steps: Any) -> GraphModule:
 
 def rtn(scheme: str, *targets: str) -> Rtn:
     return Rtn(scheme=scheme, targets=targets or "Linear", ignore=() if targets else ("lm_head",))
-
-
-def written(graph: GraphModule, export: Export, folder: Path) -> dict[str, Any]:
-    folder.mkdir()
-    return export_graph(graph, export.plan(graph), folder, folder, check=False).content()
-
-
-def by_transformers(folder: Path, loading: Loading = FLOATS) -> torch.Tensor:
-    """Return what transformers computes for the first tokens of the vocabulary."""
-    _has_client()
-    more = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if loading.dequantize else {}
-    dtype = getattr(torch, loading.dtype)
-    cls = transformers.AutoModelForCausalLM
-    model, told = cls.from_pretrained(folder, dtype=dtype, output_loading_info=True, **more)
-    assert not any(told.values()), told
-    with torch.no_grad():
-        found: torch.Tensor = model(torch.arange(12)[None]).logits[0].float()
-    return found
-
-
-def _has_client() -> None:
-    if find_spec("compressed_tensors") is None:
-        skip_or_fail("compressed-tensors is not installed")
 
 
 @pytest.mark.parametrize(
@@ -222,14 +196,6 @@ def test_what_cannot_be_held_is_refused_by_name(
     assert all(word in str(refused.value) for word in words), refused.value
 
 
-def test_packed_experts_are_refused_by_name(tmp_path: Path) -> None:
-    cls, sizes = DECODERS["Qwen 3, experts"]
-    save(tmp_path, cls, sizes, True)
-    graph = Rtn("W8A16", targets="Expert").run(capture(tmp_path), Context())
-    with pytest.raises(UsageError, match=r"mlp\.experts\S+: safetensors has no place for it: capture makes it"):
-        make_export("safetensors", ()).plan(graph)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
@@ -332,7 +298,7 @@ def test_a_client_that_is_missing_is_said(model: Path, tmp_path: Path, monkeypat
 
 
 def test_a_recipe_exports_beside_its_bundle(model: Path, tmp_path: Path) -> None:
-    _has_client()
+    has_client()
     if find_spec("onnxruntime") is None:
         skip_or_fail("onnxruntime is not installed")
     data = {"model": str(model), "passes": [{"rtn": {"scheme": "W4A16_G32", "ignore": ["lm_head"]}}], "target": "null"}

@@ -100,6 +100,35 @@ def test_sums_are_those_of_the_modules_inputs_and_of_the_dense_model(model: Path
         np.testing.assert_allclose(tensors[f"{place}.in_sum2"], sums, rtol=1e-4)
 
 
+def test_experts_have_the_sums_of_their_tokens(tmp_path: Path) -> None:
+    if find_spec("gguf") is None:
+        skip_or_fail("gguf is not installed")
+    import gguf
+
+    cls, sizes = DECODERS["Qwen 3, experts"]
+    save(folder := tmp_path / "model", cls, {**sizes, "norm_topk_prob": True, "vocab_size": 2048}, True)
+    reference = Path(__file__).parents[2] / "models/reference/tokenizer.json"
+    (folder / "tokenizer.json").write_bytes(reference.read_bytes())
+    form = make_export("imatrix", ()).plan_for(graph := capture(folder), given := recipe(calibration=CALIBRATION))
+    export_graph(graph, form, tmp_path, tmp_path)
+    tensors = {one.name: np.array(one.data) for one in gguf.GGUFReader(tmp_path / "imatrix.gguf").tensors}
+    theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for block in theirs.model.layers:
+        block.mlp.experts.register_forward_pre_hook(lambda _, args: seen.append(args[:2]))
+    with torch.no_grad():
+        theirs(load_samples(given.calibration, folder).ids)
+    for layer, (rows, index) in enumerate(seen):
+        chosen = [(index == expert).any(-1) for expert in range(int(index.max()) + 1)]
+        wanted = [rows[each].double().square().sum(0) for each in chosen]
+        for name in ("gate", "up"):
+            found = tensors[f"blk.{layer}.ffn_{name}_exps.weight.in_sum2"]
+            np.testing.assert_allclose(found, torch.stack(wanted), rtol=1e-4)
+            counts = tensors[f"blk.{layer}.ffn_{name}_exps.weight.counts"]
+            assert counts.tolist() == [[int(each.sum())] for each in chosen]
+        assert tensors[f"blk.{layer}.ffn_down_exps.weight.in_sum2"].shape == (4, 32)
+
+
 @pytest.mark.parametrize(
     ("options", "given", "words"),
     [

@@ -105,7 +105,8 @@ def write_folder(
     """Write a graph into an empty folder, and capture that again: it has to be the same program.
 
     Args:
-        packed: of each packed parameter, the tensors that are stored for it, by the last part of their names.
+        packed: of each packed weight, by its name in the model's files, the tensors that are stored for it, by the last
+            part of their names.
         more: what else config.json says.
         write: writes the weights.
     Returns:
@@ -142,8 +143,8 @@ def _stored_model(
     tensors = {name: (headers if name in held else source).read(name) for name in source.names}
     types = {name: tensor.dtype for name, tensor in tensors.items()}
     for name, (parameter, stored) in held.items():
-        tensors[name] = _as_stored(held_tensor(graph, parameter).detach(), stored, tensors[name].shape)
-    parts = {name: packed[parameter] for name, (parameter, _) in held.items() if parameter in packed}
+        tensors[name] = _as_stored(held_tensor(graph, parameter).detach(), stored, name, tensors[name].shape)
+    parts = {name: packed[name] for name in held if name in packed}
     inexact = {name for name in held.keys() - parts.keys() if not _is_exact(tensors[name], types[name])}
     if inexact:  # trained in float32, say; transformers loads all in the type of config.json
         types |= dict.fromkeys(inexact, torch.float32)
@@ -202,25 +203,26 @@ def _holders(graph: GraphModule) -> dict[str, tuple[str, Stored]]:
 def _shapes(graph: GraphModule, source: WeightSource) -> dict[str, Shape]:
     """Return the shape that each stored tensor is to have, of those that the graph holds."""
     return {
-        name: tuple(_as_stored(held_tensor(graph, parameter).to("meta"), form, source.read(name).shape).shape)
+        name: tuple(_as_stored(held_tensor(graph, parameter).to("meta"), form, name, source.read(name).shape).shape)
         for name, (parameter, form) in _holders(graph).items()
     }
 
 
-def _as_stored(value: Tensor, form: Stored, stored: torch.Size) -> Tensor:
+def _as_stored(value: Tensor, form: Stored, name: str, stored: torch.Size) -> Tensor:
     """Return a parameter's value as the file holds it.
 
     Args:
+        name: of the tensor in the file.
         stored: the shape that the file's tensor has now; that of a convolution tells its kernel.
     Raises:
         UsageError: it is held as something else.
     """
-    value = value.t() if form.transposed else value
+    value = form.piece(value.t() if form.transposed else value, name)
     if value.dim() == 2 < len(stored) < 5:  # [out, rows * columns * in], of a convolution
         kernel = stored[2:]
         value = value.reshape(len(value), *kernel, -1).movedim(-1, 1)
     if value.dim() != len(stored):
-        raise UsageError(f"{form.names[0]} is stored as {list(stored)}, and held as {list(value.shape)}")
+        raise UsageError(f"{name} is stored as {list(stored)}, and held as {list(value.shape)}")
     return value - 1 if form.plus_one else value
 
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
 from torch.fx import GraphModule
 
 from compressor.capture.capture import capture
@@ -16,8 +14,8 @@ from compressor.capture.checkpoints.gguf.gguf_models import find_gguf
 from compressor.capture.checkpoints.open_checkpoint import dense_folder
 from compressor.errors import UsageError
 from compressor.export.exchange.bundle_graph import bundle_graph
-from compressor.export.exchange.dense_form import PackedSite, dense_form, list_packed
-from compressor.formats.packing import PackedWeight, dequantize_rows
+from compressor.export.exchange.dense_form import dense_form, list_packed, spilled_value
+from compressor.formats.packing import PackedWeight
 from compressor.graph.provenance import Stored
 from compressor.host.json_files import read_object
 
@@ -85,14 +83,9 @@ def _from_bundle(folder: Path, model: str | None) -> Original:
     graph = bundle_graph(folder, model)
     spill = weight_spill()
 
-    def value(site: PackedSite) -> Tensor:
-        place = spill.empty(site.packed.shape, torch.float32)
-        for rows, values in dequantize_rows(site.packed):
-            place[rows] = values
-        return place
-
     sites = list_packed(graph)
-    return Original(dense_form(graph, value), {site.parameter: site.packed for site in sites})
+    dense = dense_form(graph, lambda site: spilled_value(site, spill))
+    return Original(dense, {site.parameter: site.packed for site in sites})
 
 
 def _rounded_activations(folder: Path) -> str:

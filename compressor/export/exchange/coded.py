@@ -41,6 +41,11 @@ class Coded:
     zeros: Tensor | None
     tensor_scale: Tensor | None
 
+    def taken(self, rows: slice) -> Coded:
+        """Return some of the rows."""
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return Coded(self.codes[rows], self.scales[rows], zeros, self.tensor_scale)
+
     def zero_points(self, fmt: Format) -> Tensor:
         """Return the zero point of every group, uint8 [out, groups]."""
         return (

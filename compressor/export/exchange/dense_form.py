@@ -6,8 +6,8 @@ packed_embedding(ids, parts)         becomes   embedding(weight, ids)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,12 +16,16 @@ from torch.fx import GraphModule, Node
 
 from compressor.capture.normalize import cast_half_embeddings
 from compressor.errors import UsageError
+from compressor.export.checkpoints.fewer_layers import lists_of
+from compressor.export.exchange.coded import Coded, coded
 from compressor.formats.cache import DENSE_CACHE
 from compressor.formats.format import Format
-from compressor.formats.packing import PackedWeight
+from compressor.formats.packing import PackedWeight, dequantize_rows
 from compressor.graph.model import clone_graph
 from compressor.graph.provenance import Stored, describe, owner
 from compressor.graph.rewrite import drop_dead_parameters, set_parameter
+from compressor.graph.sites import ROUTER, linear_sites
+from compressor.host.tensor_files import Spill
 
 _OURS, _EMBEDDING = torch.ops.compressor, torch.ops.aten.embedding.default
 _LINEAR, _LOOKED_UP = _OURS.packed_linear.default, _OURS.packed_embedding.default
@@ -57,6 +61,7 @@ class PackedSite:
         input: what the linear reads; sites with the same one are merged by some programs.
         stored: how the model's folder holds it.
         reads_table: an embedding looks rows of it up.
+        rows: of the packed weight, where a tensor of the model's folder holds some of them alone.
     """
 
     parameter: str
@@ -65,11 +70,32 @@ class PackedSite:
     input: str
     stored: Stored
     reads_table: bool = False
+    rows: slice | None = None
 
     @property
     def module(self) -> str:
         """The module that has the weight."""
         return self.parameter.removesuffix(".weight")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        count, columns = self.packed.shape
+        return count if self.rows is None else self.rows.stop - self.rows.start, columns
+
+    def coded(self) -> Coded:
+        """Take the weight apart."""
+        found = coded(self.packed)
+        return found if self.rows is None else found.taken(self.rows)
+
+    def pieces(self) -> list[PackedSite]:
+        """Return a site for each tensor of the model's folder that has rows of this one, under its name."""
+        if not self.stored.joined:
+            return [self]
+        names = self.stored.names
+        count = self.packed.shape[0] // len(names)
+        rows = [slice(place * count, (place + 1) * count) for place in range(len(names))]
+        return [replace(self, parameter=n, stored=Stored((n,)), rows=r) for n, r in zip(names, rows, strict=True)]
 
 
 def list_packed(graph: GraphModule) -> list[PackedSite]:
@@ -147,6 +173,29 @@ def dense_form(graph: GraphModule, value: Callable[[PackedSite], Tensor]) -> Gra
     cast_half_embeddings(graph.graph, {name: tables.get(name, torch.float32) for name in known})
     drop_dead_parameters(graph)
     return graph
+
+
+def as_loaded(sites: Sequence[PackedSite], dense: GraphModule) -> list[PackedSite]:
+    """Return sites under the names that their modules have in the folder: layers behind others that went move up."""
+    of_parameters, of_stored = lists_of(dense)
+    pieces = [piece for site in sites for piece in site.pieces()]
+    lists = [of_parameters if piece.rows is None else of_stored for piece in pieces]
+    return [replace(each, parameter=str(its.renamed(each.parameter))) for each, its in zip(pieces, lists, strict=True)]
+
+
+def routers(dense: GraphModule) -> list[str]:
+    """Return the modules in the folder of the linears that choose experts, which have classes of their own."""
+    stored, (_, lists) = dense.meta["stored"], lists_of(dense)
+    found = [site.weight_name for site in linear_sites(dense) if site.module_class == ROUTER]
+    return [str(lists.renamed(name)).removesuffix(".weight") for each in found for name in stored[each].names]
+
+
+def spilled_value(site: PackedSite, spill: Spill) -> Tensor:
+    """Return what a packed weight stands for, float32 [out, in], in a mapped file."""
+    place = spill.empty(site.packed.shape, torch.float32)
+    for rows, values in dequantize_rows(site.packed):
+        place[rows] = values
+    return place
 
 
 def _table_weights(graph: GraphModule) -> list[Any]:

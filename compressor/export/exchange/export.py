@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,12 +20,20 @@ from torch.fx import GraphModule
 
 from compressor.capture.checkpoints.open_checkpoint import dense_folder, is_model_folder
 from compressor.errors import UsageError
-from compressor.export.checkpoints.fewer_layers import lists_of
 from compressor.export.checkpoints.folder import FolderForm, plan_folder, write_folder
 from compressor.export.checkpoints.stored import StoredFiles, StoredModel, write_safetensors_files
-from compressor.export.exchange.dense_form import PackedSite, dense_form, list_packed, refuse_packed_caches
-from compressor.formats.packing import dequantize_rows
+from compressor.export.exchange.dense_form import (
+    PackedSite,
+    as_loaded,
+    dense_form,
+    list_packed,
+    refuse_packed_caches,
+    routers,
+    spilled_value,
+)
 from compressor.graph.model import ModelInfo
+from compressor.graph.provenance import Stored
+from compressor.graph.sites import EXPERT
 from compressor.host.cache import cache_folder
 from compressor.host.tensor_files import Spill
 
@@ -178,7 +186,7 @@ class Export(ABC):
         """
         refuse_packed_caches(graph.meta["model"].name, graph.meta["model"].cache_format)
         kept = self._kept(self.sites(graph))
-        refuse_sites(self.title, [(site, self._why_not(site)) for site in kept])
+        refuse_sites(self.title, [(piece, self._why_not(piece)) for site in kept for piece in site.pieces()])
         folder = model_folder(graph)
         source = dense_folder(folder, weights=False).source
 
@@ -192,8 +200,9 @@ class Export(ABC):
         if why := self.why_not_model(dense, form.folder):
             raise UsageError(f"{graph.meta['model'].name}: {self.title} {why}; choose another export")
         if kept:
-            linears, named = form.linears(), _as_loaded(kept, dense)
-            if unknown := [s.module for s in named if not s.reads_table and s.module not in linears]:
+            linears, named = form.linears(), as_loaded(kept, dense)
+            listed = [site.module for site in named if not site.reads_table and site.module_class != EXPERT]
+            if unknown := [module for module in listed if module not in linears]:
                 raise UsageError(f"{unknown[0]}: {self.title} names modules, and the loader has none of this name")
             if why := self.why_not_together(named, linears):
                 raise UsageError(f"{self.title} {why}; choose another export, or other formats")
@@ -282,23 +291,27 @@ class FolderExport(Form):
         Raises:
             VerificationError: what was written is another model.
         """
-        packed = dict(self.fitted)
+        stored: Mapping[str, Stored] = graph.meta["stored"]
+        packed: dict[str, Mapping[str, Tensor]] = {
+            name: {kind: stored[parameter].piece(blocks, name) for kind, blocks in parts.items()}
+            for parameter, parts in self.fitted.items()
+            for name in stored[parameter].names
+        }
         spill = Spill(cache_folder() / "spilled", "dense weights, for the comparison of an export")
 
         def value(site: PackedSite) -> Tensor:
             if site.parameter in self.packed:
-                packed[site.parameter] = self.export.encode(site)
-                exact = self.export.value(packed[site.parameter])
-                if exact is not None:
-                    return exact
-            place = spill.empty(site.packed.shape, torch.float32)
-            for rows, values in dequantize_rows(site.packed):
-                place[rows] = values
-            return place
+                encoded = {piece.stored.names: self.export.encode(piece) for piece in site.pieces()}
+                packed.update({name: parts for names, parts in encoded.items() for name in names})
+                exact = [each for each in map(self.export.value, encoded.values()) if each is not None]
+                if exact:
+                    return torch.cat(exact)
+            return spilled_value(site, spill)
 
         dense = dense_form(graph, value)
         sites = [site for site in list_packed(graph) if site.parameter in self.packed]
-        more = self.export.configuration(_as_loaded(sites, dense), self.linears()) if sites else {}
+        linears = [*self.linears(), *routers(dense)]
+        more = self.export.configuration(as_loaded(sites, dense), linears) if sites else {}
         sizes = write_folder(folder, dense, self.folder, packed, more, self.export.write_weights)
         return Written({name: StoredSize(*size) for name, size in sizes.items()})
 
@@ -315,12 +328,6 @@ class FolderExport(Form):
         with torch.device("meta"):
             model = architecture(AutoConfig.for_model(**content))
         return [name for name, module in model.named_modules() if type(module) is torch.nn.Linear]
-
-
-def _as_loaded(sites: Sequence[PackedSite], dense: GraphModule) -> list[PackedSite]:
-    """Return sites under the names that their modules have in the folder: layers behind others that went move up."""
-    lists, _ = lists_of(dense)
-    return [replace(site, parameter=str(lists.renamed(site.parameter))) for site in sites]
 
 
 def model_folder(graph: GraphModule) -> Path:

@@ -6,17 +6,24 @@ from collections.abc import Sequence
 
 from compressor.export.exchange.coded import why_not_coded
 from compressor.export.exchange.dense_form import PackedSite
+from compressor.graph.sites import EXPERT
 
 ROUNDED_PRODUCTS = "loaders multiply codes by float16 scales in float16, which rounds: the stored numbers are exact"
 """Note of layouts whose loaders compute so."""
 
 
-def why_not_linear(site: PackedSite) -> str:
-    """Say why a site is not a plain linear; empty if it is."""
+def why_not_linear(site: PackedSite, experts: bool = False) -> str:
+    """Say why a site is not a plain linear; empty if it is.
+
+    Args:
+        experts: the layout holds the linears of experts too.
+    """
     if site.reads_table:
         return "packs linears, and this is a table of embeddings"
+    if site.module_class == EXPERT and experts:
+        return ""
     if site.module_class != "Linear" or site.stored.transposed:
-        return f"packs modules of the class Linear, and this is a {site.module_class or 'parameter'}"
+        return f"packs modules of the class Linear, and this one's is {site.module_class or 'not known'}"
     return ""
 
 
@@ -35,7 +42,7 @@ def why_not_codes(site: PackedSite, bits: Sequence[int], inputs: int, outputs: i
 
     The arguments are those of :func:`why_not_integers`.
     """
-    fmt, (rows, columns) = site.packed.format, site.packed.shape
+    fmt, (rows, columns) = site.packed.format, site.shape
     if reason := why_not_coded(fmt):
         return f"has no such layout: the format {reason}"
     if fmt.element is not None or fmt.bits not in bits:

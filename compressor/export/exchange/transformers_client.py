@@ -33,7 +33,8 @@ def main() -> int:
         more: dict[str, Any] = (
             {"quantization_config": CompressedTensorsConfig(dequantize=True)} if loading["dequantize"] else {}
         )
-        more |= {"gguf_file": loading["file"]} if loading["file"] else {}
+        if loading["file"]:
+            more |= {"gguf_file": loading["file"], **_experts(folder / loading["file"])}
         dtype = getattr(torch, loading["dtype"])
         loaded: Any = cls.from_pretrained(folder, dtype=dtype, output_loading_info=True, **more)
         model, told = loaded
@@ -48,6 +49,15 @@ def main() -> int:
             send({"shape": outputs.shape, "tokens": tokens}, np.ascontiguousarray(outputs).data)
 
     return serve(folder, work)
+
+
+def _experts(file: Path) -> dict[str, Any]:
+    """Return the width of a GGUF file's experts, which transformers 5.24 does not read: it takes 768."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(file).fields
+    found = next((field for key, field in fields.items() if key.endswith(".expert_feed_forward_length")), None)
+    return {} if found is None else {"moe_intermediate_size": int(found.contents())}
 
 
 def _programs() -> list[str]:

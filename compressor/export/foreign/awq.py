@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from compressor.capture.checkpoints.awq_words import awq_tensors
-from compressor.export.exchange.coded import coded
 from compressor.export.exchange.dense_form import PackedSite
 from compressor.export.exchange.export import Export
 from compressor.export.exchange.integer_layout import ROUNDED_PRODUCTS, one_format, why_not_integers
@@ -38,7 +37,7 @@ class Awq(Export):
 
     def encode(self, site: PackedSite) -> Mapping[str, Tensor]:
         """Return codes, scales and zero points of a site."""
-        found = coded(site.packed)
+        found = site.coded()
         return awq_tensors(found.codes, found.scales, found.zero_points(site.packed.format))
 
     def configuration(self, sites: Sequence[PackedSite], linears: Sequence[str]) -> Mapping[str, Any]:

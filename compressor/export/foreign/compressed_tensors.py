@@ -24,17 +24,20 @@ from compressor.capture.checkpoints.compressed_tensors.packed_small_floats impor
     nvfp4_values,
 )
 from compressor.capture.checkpoints.compressed_tensors.plain_codes import float_tensors, integer_tensors
-from compressor.export.exchange.coded import coded, is_zeroed, why_not_coded
+from compressor.export.exchange.coded import is_zeroed, why_not_coded
 from compressor.export.exchange.dense_form import PackedSite
 from compressor.export.exchange.export import Export, Loading
 from compressor.export.exchange.integer_layout import why_not_linear
 from compressor.formats.activations import Activations
 from compressor.formats.format import Format
+from compressor.graph.sites import EXPERT
 
 _FP4 = {"E8M0": "mxfp4-pack-quantized", "E4M3": "nvfp4-pack-quantized"}
 _SCALE_TYPES = {"E8M0": "torch.uint8", "E4M3": "torch.float8_e4m3fn"}
 _BFLOAT16 = (*_FP4.values(), "mxfp8-quantized")
 """Layouts that the loader unpacks to bfloat16, whatever type the model has."""
+_EXPERTS = r"re:.*\.experts\.\d+\..*"
+"""Target of all experts: the loader looks for an expression with this word."""
 _STRATEGIES = {"token": "token", "group": "group", "tensor": "tensor"}
 
 
@@ -48,7 +51,7 @@ class CompressedTensors(Export):
     def why_not(self, site: PackedSite) -> str:
         """Say which part of a format, or of a module, the layouts do not have."""
         fmt = site.packed.format
-        if reason := why_not_linear(site):
+        if reason := why_not_linear(site, experts=True):
             return reason
         if reason := why_not_coded(fmt):
             return f"has no such layout: the format {reason}"
@@ -65,11 +68,18 @@ class CompressedTensors(Export):
             return f"has no activations {act.element.name}"
         if act is not None and act.scale_type != "F32":
             return f"scales activations of {act.numbers} by another rule: take float activations"
+        if site.module_class == EXPERT and not _loads_experts(fmt):
+            return "has a loader that reads experts as packed symmetric integers, or as FP8 with scales of rows, alone"
         return ""
+
+    def why_not_together(self, sites: Sequence[PackedSite], linears: Sequence[str]) -> str:
+        """Ask for one format of all experts: the loader takes one scheme for them."""
+        found = sorted({site.packed.format.of_kept.name for site in sites if site.module_class == EXPERT})
+        return f"has one scheme for all experts, and theirs are {' and '.join(found)}" if len(found) > 1 else ""
 
     def encode(self, site: PackedSite) -> Mapping[str, Tensor]:
         """Return codes, scales and zero points of a site."""
-        fmt, found = site.packed.format, coded(site.packed)
+        fmt, found = site.packed.format, site.coded()
         layout, scales, zeros = _layout(fmt), found.scales, found.zeros
         if layout == "nvfp4-pack-quantized":
             assert found.tensor_scale is not None
@@ -103,18 +113,21 @@ class CompressedTensors(Export):
     def loading(self, sites: Sequence[PackedSite]) -> Loading:
         """Ask for bfloat16 where there are floats that the loader unpacks to that type alone.
 
-        Packed zero points are read at once or not at all (transformers 5.24 with compressed-tensors 0.20).
+        Packed zero points and experts are read at once or not at all (transformers 5.24 with compressed-tensors 0.20).
         """
         formats = [site.packed.format for site in sites]
         floats = any(_layout(fmt) in _BFLOAT16 for fmt in formats)
         zeros = any(not fmt.symmetric and _layout(fmt) == "pack-quantized" for fmt in formats)
-        return Loading("bfloat16" if floats else "float32", zeros)
+        experts = any(site.module_class == EXPERT for site in sites)
+        return Loading("bfloat16" if floats else "float32", zeros or experts)
 
     def configuration(self, sites: Sequence[PackedSite], linears: Sequence[str]) -> Mapping[str, Any]:
         """Return ``quantization_config``: a group for each scheme, with the loader's own names of modules."""
         groups: dict[Format, list[str]] = {}
         for site in sites:
-            groups.setdefault(site.packed.format.of_kept, []).append(site.module)
+            targets = groups.setdefault(site.packed.format.of_kept, [])
+            if (target := _EXPERTS if site.module_class == EXPERT else site.module) not in targets:
+                targets.append(target)
         named = {site.module for site in sites}
         whole = len(groups) == 1
         config = {
@@ -156,8 +169,8 @@ class CompressedTensors(Export):
         loading = self.loading(sites)
         if loading.dequantize:
             found.append(
-                "zero points: transformers 5.24 loads them with CompressedTensorsConfig(dequantize=True) only,"
-                " and rounds weights to float16"
+                "zero points and experts: transformers 5.24 loads them with CompressedTensorsConfig(dequantize=True) "
+                "only, and rounds weights to float16"
             )
         if loading.dtype == "bfloat16":
             found.append("config.json says bfloat16, the only type that the loader unpacks NVFP4, MXFP4 and MXFP8 to")
@@ -168,6 +181,13 @@ class CompressedTensors(Export):
             names = " and ".join(sorted(fmt.name for fmt in uneven[0]))
             found.append(f"linears of one input have {names}: vLLM merges them, and asks for one scheme")
         return found
+
+
+def _loads_experts(fmt: Format) -> bool:
+    """Tell whether transformers 5.24 reads experts in a format (integrations/compressed_tensors.py)."""
+    if _layout(fmt) == "pack-quantized":
+        return fmt.symmetric
+    return _layout(fmt) == "float-quantized" and fmt.strategy in ("channel", "tensor")
 
 
 def _layout(fmt: Format) -> str:

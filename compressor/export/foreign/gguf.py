@@ -33,16 +33,25 @@ from compressor.capture.checkpoints.gguf.gguf_blocks import (
     pack_two_bits,
 )
 from compressor.capture.checkpoints.gguf.gguf_file import PLAIN_TYPES, GgufContent, read_gguf, write_gguf
-from compressor.capture.checkpoints.gguf.gguf_models import find_gguf, gguf_metadata, gguf_place, rotary_rows_as_stored
+from compressor.capture.checkpoints.gguf.gguf_models import (
+    expert_of,
+    find_gguf,
+    gguf_metadata,
+    gguf_place,
+    gguf_stack,
+    rotary_rows_as_stored,
+)
 from compressor.capture.checkpoints.gguf.k_quants import K_QUANTS, fit_k_quant
+from compressor.errors import UsageError
 from compressor.export.checkpoints.folder import FolderForm, why_unwritable
 from compressor.export.checkpoints.stored import StoredFiles, StoredModel
 from compressor.export.exchange.byte_level_tokens import tokenizer_metadata
-from compressor.export.exchange.coded import Coded, coded
+from compressor.export.exchange.coded import Coded
 from compressor.export.exchange.dense_form import PackedSite
 from compressor.export.exchange.export import Export, Loading
 from compressor.export.exchange.integer_layout import why_not_codes, why_not_linear
 from compressor.formats.format import Format
+from compressor.graph.sites import EXPERT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -58,7 +67,7 @@ _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "
 
 @dataclass(frozen=True)
 class Gguf(Export):
-    """Store integers of 2 to 8 bits in blocks of 32; decoders of the classes Llama, Qwen2 and Qwen3.
+    """Store integers of 2 to 8 bits in blocks of 32; decoders of the classes Llama, Qwen2, Qwen3 and Qwen3Moe.
 
     Attributes:
         pre: llama.cpp's name for the tokenizer's expressions, where it is not known here; ``none`` writes no tokenizer.
@@ -76,7 +85,7 @@ class Gguf(Export):
     def why_not(self, site: PackedSite) -> str:
         """Say which part of a format, or of a module, the blocks do not have."""
         fmt = site.packed.format
-        if reason := "" if site.reads_table else why_not_linear(site):
+        if reason := "" if site.reads_table else why_not_linear(site, experts=True):
             return reason
         if fmt == _MXFP4:
             columns = site.packed.shape[1]
@@ -91,6 +100,15 @@ class Gguf(Export):
             return f"has whole numbers of 8 bits at most, and codes less zero points of {fmt.bits} bits have one more"
         return ""
 
+    def why_not_together(self, sites: Sequence[PackedSite], linears: Sequence[str]) -> str:
+        """Ask for one format of all experts of a layer, which are one tensor."""
+        found: dict[str, set[str]] = {}
+        for site in sites:
+            if site.module_class == EXPERT:
+                found.setdefault(gguf_stack(site.module), set()).add(site.packed.format.of_kept.name)
+        mixed = next((sorted(names) for names in found.values() if len(names) > 1), [])
+        return f"has one type for all experts of a layer, and theirs are {' and '.join(mixed)}" if mixed else ""
+
     def why_not_model(self, graph: GraphModule, form: FolderForm) -> str:
         """Ask for a model that the metadata describe: a file of holes has to be the same program."""
         why = why_unwritable(graph, form, self.write_weights)
@@ -98,7 +116,7 @@ class Gguf(Export):
 
     def encode(self, site: PackedSite) -> Mapping[str, Tensor]:
         """Return the rows of a site as blocks, by the name of their type."""
-        fmt, found = site.packed.format, coded(site.packed)
+        fmt, found = site.packed.format, site.coded()
         if fmt == _MXFP4:
             return {"MXFP4": pack_mxfp4(found.codes, found.scales.view(torch.uint8))}
         groups = site.packed.shape[1] // BLOCK
@@ -130,14 +148,14 @@ class Gguf(Export):
         from transformers import AutoConfig
 
         config = AutoConfig.for_model(**model.config)
-        contents: dict[str, GgufContent] = {}
-        sizes: dict[str, int] = {}
+        found: dict[str, dict[str, GgufContent]] = {}
         for name in model.tensors:
             # A tied head is told by its absence; what no operator reads, such as old rotary tables, has no name here.
             if name not in model.unread and not (name == "lm_head.weight" and config.tie_word_embeddings):
                 place, heads = gguf_place(name, config)
-                contents[place] = _content(model, name, heads)
-                sizes[name] = contents[place].size_bytes
+                found.setdefault(place, {})[name] = _content(model, name, heads)
+        contents = {place: _stacked(place, parts) for place, parts in found.items()}
+        sizes = {name: part.size_bytes for parts in found.values() for name, part in parts.items()}
         types: dict[str, int] = {}
         for content in contents.values():
             types[content.type] = types.get(content.type, 0) + content.size_bytes
@@ -163,6 +181,8 @@ class Gguf(Export):
         found = ["llama.cpp rounds activations to 8 bits as it multiplies blocks: the stored numbers are exact"]
         if any(not fmt.symmetric and fmt.bits == 4 for fmt in formats):
             found.append("zero points of 4 bits: Q5_0 where a minimum is not a float16 (5.5 bits a weight), else Q4_1")
+        if any(site.module_class == EXPERT for site in sites):
+            found.append("experts: transformers 5.24 takes 768 channels of each; give it moe_intermediate_size=NUMBER")
         if wide := sorted({fmt.name for fmt in formats if fmt.group_size != BLOCK}):
             found.append(f"each 32 weights have a scale of their own, of which {' and '.join(wide)} repeat one")
         return found
@@ -202,6 +222,21 @@ def _minima(fmt: Format, found: Coded) -> Tensor | None:
     exact = -(found.zeros.float() * found.scales.float())
     minima = exact.half()
     return minima if torch.equal(minima.float(), exact) else None
+
+
+def _stacked(place: str, parts: Mapping[str, GgufContent]) -> GgufContent:
+    """Return experts as one tensor, in the order of their numbers; another part is a tensor of its own.
+
+    Raises:
+        UsageError: they are of several types.
+    """
+    if any(expert_of(name) is None for name in parts):
+        return next(iter(parts.values()))
+    ordered = [parts[name] for name in sorted(parts, key=lambda name: expert_of(name) or 0)]
+    if len(kinds := sorted({part.type for part in ordered})) > 1:
+        raise UsageError(f"{place}: gguf has one type for all experts of a layer, and theirs are {' and '.join(kinds)}")
+    shape = (len(ordered), *ordered[0].shape)
+    return GgufContent(ordered[0].type, shape, lambda: torch.stack([part.read() for part in ordered]))
 
 
 def _content(model: StoredModel, name: str, heads: int | None) -> GgufContent:

@@ -13,7 +13,6 @@ from typing import Any, Literal
 from torch import Tensor
 
 from compressor.capture.checkpoints.gptq_words import gptq_tensors
-from compressor.export.exchange.coded import coded
 from compressor.export.exchange.dense_form import PackedSite
 from compressor.export.exchange.export import Export
 from compressor.export.exchange.integer_layout import ROUNDED_PRODUCTS, one_format, why_not_integers
@@ -49,7 +48,7 @@ class Gptq(Export):
 
     def encode(self, site: PackedSite) -> Mapping[str, Tensor]:
         """Return codes, scales and zero points of a site."""
-        fmt, found = site.packed.format, coded(site.packed)
+        fmt, found = site.packed.format, site.coded()
         offset = 2 - self.version
         return gptq_tensors(found.codes, found.scales, found.zero_points(fmt), bits=fmt.bits, offset=offset)
 

@@ -1,7 +1,7 @@
 """Write an importance matrix for llama.cpp's quantiser: how large the inputs of each linear are, column by column.
 
-    <tensor>.in_sum2    float32 [in]   squares of the inputs, summed over the tokens
-    <tensor>.counts     float32 [1]    tokens
+    <tensor>.in_sum2    float32 [in]   squares of the inputs, summed over the tokens; of experts [experts, in]
+    <tensor>.counts     float32 [1]    tokens; of experts [experts, 1], those of each
     metadata            general.type, imatrix.datasets, imatrix.chunk_count, imatrix.chunk_size (tokens)
 
 The statistics are those of the dense model, of which ``llama-quantize --imatrix imatrix.gguf`` then rounds the weights:
@@ -26,13 +26,14 @@ from compressor.calibration.calibrate import CalibrationOptions, CalibrationRun
 from compressor.calibration.statistics import MeanSquares
 from compressor.capture.capture import capture
 from compressor.capture.checkpoints.gguf.gguf_file import GgufContent, read_gguf, write_gguf
-from compressor.capture.checkpoints.gguf.gguf_models import gguf_metadata, gguf_place
+from compressor.capture.checkpoints.gguf.gguf_models import expert_of, gguf_metadata, gguf_place
 from compressor.capture.checkpoints.open_checkpoint import dense_folder
 from compressor.data.load import check_kind
 from compressor.data.text import Samples, load_samples
 from compressor.errors import UsageError, VerificationError
 from compressor.export.exchange.dense_form import PackedSite
 from compressor.export.exchange.export import Export, Form, StoredSize, Written, model_folder
+from compressor.graph.provenance import Stored
 from compressor.graph.sites import Site, linear_sites
 from compressor.host.cache import cache_folder
 from compressor.host.tensor_files import Spill
@@ -48,7 +49,8 @@ FILE_NAME = "imatrix.gguf"
 
 @dataclass(frozen=True)
 class Imatrix(Export):
-    """Store the squared inputs of each linear of the dense model; decoders of the classes Llama, Qwen2 and Qwen3.
+    """Store the squared inputs of each linear of the dense model; decoders of the classes Llama, Qwen2, Qwen3 and
+    Qwen3Moe.
 
     Attributes:
         text: a shipped calibration set or a text file, in place of the recipe's ``calibration``.
@@ -138,11 +140,16 @@ class ImatrixForm(Form):
         dense = capture(origin, trust_remote_code=self.trust_remote_code)
         names, sites = _names(dense, origin), _block_linears(dense)
         options = CalibrationOptions(true_sequential=False, spill=Spill(cache_folder() / "spilled"))
-        tensors: dict[str, Tensor] = {}
+        found: dict[str, dict[int | None, tuple[Tensor, Tensor]]] = {}
         for group, squares in CalibrationRun(dense, self.samples.ids, sites, MeanSquares, options).groups():
-            for site in group:
-                tensors[f"{names[site.name]}.in_sum2"] = (squares.value * squares.tokens).float()
-                tensors[f"{names[site.name]}.counts"] = torch.tensor([squares.tokens], dtype=torch.float32)
+            entry = (squares.value * squares.tokens).float(), torch.tensor([squares.tokens], dtype=torch.float32)
+            for place, expert in (each for site in group for each in names[site.name]):
+                found.setdefault(place, {})[expert] = entry
+        tensors: dict[str, Tensor] = {}
+        for place, entries in found.items():
+            rows = zip(*(entry for _, entry in sorted(entries.items())), strict=True)
+            sums, counts = (torch.stack(each)[0 if None in entries else slice(None)] for each in rows)
+            tensors |= {f"{place}.in_sum2": sums, f"{place}.counts": counts}
         contents = {name: _content(tensor) for name, tensor in sorted(tensors.items())}
         metadata = {
             "general.type": "imatrix",
@@ -152,10 +159,11 @@ class ImatrixForm(Form):
         }
         write_gguf(folder / FILE_NAME, metadata, contents)
         again = read_gguf(folder / FILE_NAME)
-        wrong = [name for name, t in tensors.items() if not torch.equal(again.bytes_of(name).view(torch.float32), t)]
+        read = {name: again.bytes_of(name).view(torch.float32) for name in tensors}
+        wrong = [name for name, tensor in tensors.items() if not torch.equal(read[name], tensor.flatten())]
         if wrong or again.tensors.keys() != tensors.keys():
             raise VerificationError(f"{folder / FILE_NAME}: holds other numbers than were written: {wrong[:3]}")
-        sizes = {site: tensors[f"{names[site.name]}.in_sum2"].nbytes for site in sites}
+        sizes = {site: 4 * site.in_features * len(names[site.name]) for site in sites}
         return Written({f"{s.name}.weight": StoredSize(n, s.in_features * s.out_features) for s, n in sizes.items()})
 
 
@@ -168,14 +176,18 @@ def _block_linears(dense: GraphModule) -> list[Site]:
     return [site for site in linear_sites(dense) if site.name != "lm_head"]
 
 
-def _names(dense: GraphModule, folder: Path) -> dict[str, str]:
-    """Return llama.cpp's name of each linear's weight, by the linear's.
+def _names(dense: GraphModule, folder: Path) -> dict[str, list[tuple[str, int | None]]]:
+    """Return llama.cpp's names of each linear's weight, by the linear's, and the numbers of experts.
 
     Raises:
         UsageError: one has none.
     """
-    config = _config(folder)
-    return {site.name: gguf_place(site.weight_name, config)[0] for site in _block_linears(dense)}
+    config, stored, found = _config(folder), dense.meta["stored"], {}
+    for site in _block_linears(dense):
+        form: Stored = stored[site.weight_name]
+        pieces = form.names if form.joined else (site.weight_name,)
+        found[site.name] = [(gguf_place(name, config)[0], expert_of(name)) for name in pieces]
+    return found
 
 
 def _config(folder: Path) -> PreTrainedConfig:

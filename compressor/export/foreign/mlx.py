@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from compressor.capture.checkpoints.mlx_words import BITS, GROUP_SIZES, mlx_tensors
-from compressor.export.exchange.coded import coded
 from compressor.export.exchange.dense_form import PackedSite
 from compressor.export.exchange.export import Export, Loading
 from compressor.export.exchange.integer_layout import why_not_codes, why_not_linear
@@ -42,7 +41,7 @@ class Mlx(Export):
 
     def encode(self, site: PackedSite) -> Mapping[str, Tensor]:
         """Return codes, scales and biases of a site."""
-        fmt, found = site.packed.format, coded(site.packed)
+        fmt, found = site.packed.format, site.coded()
         repeats = site.packed.shape[1] // _group_size(site) // found.scales.shape[1]
         scales, zeros = (each.repeat_interleave(repeats, 1) for each in (found.scales, found.zero_points(fmt)))
         return mlx_tensors(found.codes, scales, zeros, fmt.bits)

@@ -2,12 +2,13 @@
 
 Rows of a Llama's query and key projections are stored in another order: the two halves that rotary embedding pairs
 alternate (llama.cpp, ``convert_hf_to_gguf.py: LlamaModel.permute``).  They are put back, and into that order again.
+All experts of a layer are one tensor there, [experts, out, in], and one each under the names of the model's class.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _ADVICE = "give the model's Hugging Face folder"
+_OF_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _CHUNK_ELEMENTS = 1 << 22  # values dequantised at a time
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -36,10 +38,15 @@ _LAYER_NAMES = {
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
 }
+_NETWORK = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_EXPERTS = {
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _COUNTS = {  # keys of metadata, behind the architecture's name -> keys of a configuration
     "context_length": "max_position_embeddings",
@@ -50,24 +57,50 @@ _COUNTS = {  # keys of metadata, behind the architecture's name -> keys of a con
     "attention.head_count_kv": "num_key_value_heads",
 }
 _EPSILON, _THETA = "attention.layer_norm_rms_epsilon", "rope.freq_base"
+_EXPERT_COUNTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
 _WIDTHS_OF_HEADS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 
 
 @dataclass(frozen=True)
 class _Architecture:
-    """A family of models: its class, names that only it has, and whether its projections are stored in rotary order."""
+    """A family of models: its class, the names of its layers beside those of all, whether its projections are stored in
+    rotary order, and what its configuration says that no metadata state."""
 
     model_class: str
     model_type: str
     extra_names: dict[str, str]
     rotary_order: bool = False
+    stated: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def layer_names(self) -> dict[str, str]:
+        """Return the names of a layer's tensors, and those of the modules that have them."""
+        return {**_LAYER_NAMES, **self.extra_names}
+
+    @property
+    def counts(self) -> dict[str, str]:
+        """Return the keys of metadata that count something, and those of the configuration."""
+        return {**_COUNTS, **(_EXPERT_COUNTS if self.has_experts else {})}
+
+    @property
+    def has_experts(self) -> bool:
+        """Tell whether each layer has experts."""
+        return self.extra_names.keys() >= _EXPERTS.keys()
 
 
 _ARCHITECTURES = {
-    "llama": _Architecture("LlamaForCausalLM", "llama", {}, rotary_order=True),
-    "qwen2": _Architecture("Qwen2ForCausalLM", "qwen2", {}),
-    "qwen3": _Architecture(
-        "Qwen3ForCausalLM", "qwen3", {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+    "llama": _Architecture("LlamaForCausalLM", "llama", _NETWORK, rotary_order=True),
+    "qwen2": _Architecture("Qwen2ForCausalLM", "qwen2", _NETWORK),
+    "qwen3": _Architecture("Qwen3ForCausalLM", "qwen3", {**_NETWORK, **_HEAD_NORMS}),
+    "qwen3moe": _Architecture(  # llama.cpp divides the weights of a token's experts by their sum, whatever is stated
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        {**_EXPERTS, **_HEAD_NORMS},
+        stated={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
 }
 
@@ -114,11 +147,12 @@ def gguf_model(path: Path, weights: bool) -> tuple[dict[str, Any], WeightSource]
         return heads.get(key.split(".")[-2]) if architecture.rotary_order else None
 
     def read(wanted: str) -> Tensor:
-        key = stored[wanted]
+        key, expert = stored[wanted], expert_of(wanted)
         tensor, count = file.tensors[key], head_count(key)
         if not weights:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        return read_tensor(file, key, None if count is None else _rotary_rows(tensor.shape[0], count))
+            shape = tensor.shape if expert is None else tensor.shape[1:]
+            return torch.empty(shape, dtype=tensor.dtype, device="meta")
+        return read_tensor(file, key, None if count is None else _rotary_rows(tensor.shape[0], count), expert)
 
     unpacked_bytes = sum(
         prod(tensor.shape) * tensor.dtype.itemsize
@@ -130,19 +164,22 @@ def gguf_model(path: Path, weights: bool) -> tuple[dict[str, Any], WeightSource]
     return config, WeightSource(str(path), frozenset(stored), read, files, unpacked_bytes, quantized=quantized)
 
 
-def read_tensor(file: GgufFile, name: str, rows: Tensor | None = None) -> Tensor:
+def read_tensor(file: GgufFile, name: str, rows: Tensor | None = None, expert: int | None = None) -> Tensor:
     """Return a tensor's values: a view of the mapped file, or dequantised into a mapped temporary file.
 
     Args:
         rows: int64, the stored row of each row of the result; None keeps their order.
+        expert: along the first dimension; None takes all.
     """
-    tensor, raw = file.tensors[name], file.bytes_of(name)
+    tensor, raw, shape = file.tensors[name], file.bytes_of(name), file.tensors[name].shape
+    if expert is not None:
+        raw, shape = raw.view(shape[0], -1)[expert], shape[1:]
     block = BLOCK_TYPES.get(tensor.type)
     if block is None and rows is None:
-        return raw.view(tensor.dtype).view(tensor.shape)
-    width = tensor.shape[-1] if len(tensor.shape) > 1 or block else 1  # a bias has rows of one value
-    by_row = raw.view(-1, raw.numel() * width // prod(tensor.shape))
-    place = weight_spill().empty(tensor.shape, tensor.dtype)
+        return raw.view(tensor.dtype).view(shape)
+    width = shape[-1] if len(shape) > 1 or block else 1  # a bias has rows of one value
+    by_row = raw.view(-1, raw.numel() * width // prod(shape))
+    place = weight_spill().empty(shape, tensor.dtype)
     flat, step = place.view(-1, width), max(1, _CHUNK_ELEMENTS // width)
     for begin in range(0, len(flat), step):
         end = min(begin + step, len(flat))
@@ -173,10 +210,13 @@ def gguf_metadata(config: PreTrainedConfig) -> dict[str, Any]:
         UsageError: the class of the model is not one of those that are read.
     """
     name = _architecture_of(config)
+    architecture = _ARCHITECTURES[name]
+    if other := [key for key, value in architecture.stated.items() if getattr(config, key, None) != value]:
+        raise UsageError(f"{other[0]} is {getattr(config, other[0], None)}, which a GGUF file cannot say")
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
-    numbers: dict[str, Any] = {key: getattr(config, ours) for key, ours in _COUNTS.items()}
+    numbers: dict[str, Any] = {key: getattr(config, ours) for key, ours in architecture.counts.items()}
     numbers |= dict.fromkeys(_WIDTHS_OF_HEADS, width) | {"vocab_size": config.vocab_size}
     numbers |= {_EPSILON: float(config.rms_norm_eps), _THETA: float(theta)}
     return {"general.architecture": name} | {f"{name}.{key}": value for key, value in numbers.items()}
@@ -191,13 +231,24 @@ def gguf_place(parameter: str, config: PreTrainedConfig) -> tuple[str, int | Non
     architecture = _ARCHITECTURES[_architecture_of(config)]
     base, _, kind = parameter.rpartition(".")
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", base)
-    known = {**_LAYER_NAMES, **architecture.extra_names} if layer else _NAMES
-    name = {ours: theirs for theirs, ours in known.items()}.get(layer[2] if layer else base)
+    known = architecture.layer_names if layer else _NAMES
+    name = {ours: theirs for theirs, ours in known.items()}.get(gguf_stack(layer[2] if layer else base))
     if name is None or kind not in ("weight", "bias"):
         raise UsageError(f"{parameter} has no name in a GGUF file of a {architecture.model_class}")
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     place = f"blk.{layer[1]}.{name}.{kind}" if layer else f"{name}.{kind}"
     return place, heads.get(name) if architecture.rotary_order else None
+
+
+def gguf_stack(name: str) -> str:
+    """Return the name that all experts of a layer have together; another name as it is."""
+    return _OF_EXPERT.sub(".experts.", name)
+
+
+def expert_of(parameter: str) -> int | None:
+    """Return the number of the expert that a parameter is of, along the first dimension of its tensor in the file."""
+    found = _OF_EXPERT.search(parameter)
+    return int(found[1]) if found else None
 
 
 def _architecture_of(config: PreTrainedConfig) -> str:
@@ -225,12 +276,12 @@ def _config(file: GgufFile, name: str, architecture: _Architecture) -> dict[str,
             raise UsageError(f"{file.path}: {name}.{key} is {value!r:.40}; a number above 0 is meant")
         return float(str(np.float32(value)))  # as it was written: the shortest decimal that float32 rounds to it
 
-    _refuse_options(file, name)
+    _refuse_options(file, name, architecture)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise UsageError(f"{file.path}: token_embd.weight is missing or not a matrix; fetch the file again")
     heads, hidden = number("attention.head_count"), number("embedding_length")
-    counts = {ours: number(key, heads if key.endswith("_kv") else None) for key, ours in _COUNTS.items()}
+    counts = {ours: number(key, heads if key.endswith("_kv") else None) for key, ours in architecture.counts.items()}
     head_dim = number("attention.key_length", hidden // heads)
     for key in _WIDTHS_OF_HEADS[1:]:
         if number(key, head_dim) != head_dim:
@@ -241,6 +292,7 @@ def _config(file: GgufFile, name: str, architecture: _Architecture) -> dict[str,
         "model_type": architecture.model_type,
         "vocab_size": embedding.shape[0],
         **counts,
+        **architecture.stated,
         "head_dim": head_dim,
         "rms_norm_eps": real(_EPSILON),
         "rope_parameters": {"rope_type": "default", "rope_theta": real(_THETA, 10000.0)},
@@ -250,7 +302,7 @@ def _config(file: GgufFile, name: str, architecture: _Architecture) -> dict[str,
     }
 
 
-def _refuse_options(file: GgufFile, name: str) -> None:
+def _refuse_options(file: GgufFile, name: str, architecture: _Architecture) -> None:
     """Refuse metadata that ask for arithmetic other than that of the model's class with default options."""
     given = file.metadata
     scaling = given.get(f"{name}.rope.scaling.type", "none")
@@ -259,7 +311,7 @@ def _refuse_options(file: GgufFile, name: str) -> None:
     problems = [
         (scaling != "none" or f"{name}.rope.scale_linear" in given, f"rotary embeddings are scaled ({scaling!r:.40})"),
         ("rope_freqs.weight" in file.tensors, "rotary embeddings have factors of their own (rope_freqs.weight)"),
-        (bool(experts), f"it has {experts!r:.40} experts"),
+        (bool(experts) and not architecture.has_experts, f"it has {experts!r:.40} experts"),
         (bool(window), f"attention has a window of {window!r:.40}"),
         (split not in (0, 1), f"it is one of {split!r:.40} parts: join them by `llama-gguf-split --merge`"),
     ]
@@ -268,15 +320,22 @@ def _refuse_options(file: GgufFile, name: str) -> None:
             raise UsageError(f"{file.path}: {problem}, which is not read from GGUF; {_ADVICE}")
 
 
+def _of_experts(name: str, count: int) -> list[str]:
+    """Return the names of the tensors that one of all experts stands for; of another one its own."""
+    front, experts, behind = name.partition(".experts.")
+    return [f"{front}{experts}{place}.{behind}" for place in range(count)] if experts else [name]
+
+
 def _stored_names(file: GgufFile, architecture: _Architecture, layers: int) -> dict[str, str]:
     """Return each parameter's stored name; every stored tensor must have a place, every layer its tensors."""
-    names = {**_LAYER_NAMES, **architecture.extra_names}
+    names = architecture.layer_names
     stored: dict[str, str] = {}
     for key in file.tensors:
         layer = re.fullmatch(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)", key)
         whole = re.fullmatch(r"(\w+)\.(weight)", key)
         if layer and layer[2] in names and int(layer[1]) < layers:
-            stored[f"model.layers.{int(layer[1])}.{names[layer[2]]}.{layer[3]}"] = key
+            name = f"model.layers.{int(layer[1])}.{names[layer[2]]}.{layer[3]}"
+            stored |= dict.fromkeys(_of_experts(name, file.tensors[key].shape[0]), key)
         elif whole and whole[1] in _NAMES:
             stored[f"{_NAMES[whole[1]]}.weight"] = key
         else:
