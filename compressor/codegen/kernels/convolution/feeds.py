@@ -293,9 +293,9 @@ def _at(first: Any, lanes: int) -> Any:
 
 
 def _each(length: int, emit: Any, widen: int) -> None:
-    """Emit loops over ``length`` elements: by vectors of ``16 * widen``, of 16, and one by one."""
+    """Emit loops over ``length`` elements: by vectors of ``16 * widen``, of 16, and what is left by powers of two."""
     done = 0
-    for lanes in dict.fromkeys((VECTOR * widen, VECTOR, 1)):
+    for lanes in dict.fromkeys((VECTOR * widen, VECTOR, 8, 4, 2, 1)):
         count = (length - done) // lanes
         if count:
             with T.serial(0, count) as k:
