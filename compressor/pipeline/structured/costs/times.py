@@ -25,6 +25,7 @@ from compressor.pipeline.structured.architecture import Picks, alike, built
 from compressor.search.programme import Limit
 from compressor.search.space import Space, SubLayer
 
+_OF_WHOLES = 3  # weight of architectures that are timed as wholes, among which the next choice lies
 Choice: TypeAlias = tuple[int, ...]
 """The place of each sub-layer's alternative in the space."""
 
@@ -92,7 +93,8 @@ class Times:
                 f"{given.pass_name}: latency: what {self._what} takes is not known here; compress through "
                 "compressor.compress or the command line, or limit weight_bytes or parameters"
             )
-        self.time(self._changes())
+        self._alone = self._changes()
+        self.time(self._alone)
 
     def time(self, several: Sequence[Choice], what: str = "seconds") -> None:
         """Time architectures in turns with the whole one; what is in the cache under this name is not timed again."""
@@ -124,7 +126,8 @@ class Times:
             np.add.at(row, [places[i][place] for i, place in enumerate(choice)], 1)
         first = self.taken[self._whole]
         added = np.array([*self.taken.values()]) - first
-        found = np.append(0.0, np.linalg.lstsq(counts[:, 1:], added, rcond=None)[0])
+        weights = np.array([1 if choice in self._alone else _OF_WHOLES for choice in self.taken])
+        found = np.append(0.0, np.linalg.lstsq(counts[:, 1:] * weights[:, None], added * weights, rcond=None)[0])
         return Limit([found[row].tolist() for row in places], first, self._share * first, " s")
 
     def _changes(self) -> list[Choice]:
