@@ -129,6 +129,7 @@ def test_searches_that_cannot_be_the_best_are_left_out(
     _, tried, best = chosen(folder, Budget("latency", 0.4), tmp_path / "bundle")
     (search,) = [one for one in tried if one.candidate.kind == "architecture"]
     assert best.candidate.name == named("W8A16") and search.kl_divergence is None
+    assert search.candidate.passes[0]["puzzle"]["latency"] == round(0.95 * 0.4 / 0.9, 3)
     assert search.note == f"{named('W4A16_G64')} with all layers loses no less than {named('W8A16')}"
 
 
