@@ -77,9 +77,9 @@ class Limit:
         """Return by how much sums in another order may differ."""
         return _ROUNDING * max(abs(self.most), abs(self.rest))
 
-    def allows(self, picked: Sequence[int]) -> bool:
-        """Tell whether a choice is within the limit."""
-        return self.sum(picked) <= self.most + self.rounding
+    def holds(self, amount: float) -> bool:
+        """Tell whether an amount is within the limit."""
+        return amount <= self.most + self.rounding
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from export_clients import saved
 from families import DECODERS, VOCAB, save
 from packed_models import drop_weights, random_samples
 from safetensors.torch import load_file
@@ -47,12 +48,6 @@ def planned(graph: GraphModule, *steps: Pass) -> FolderForm:
     for step in steps:
         step.plan(meta, Context())
     return plan_folder(meta)
-
-
-def saved(folder: Path, name: str, **sizes: Any) -> GraphModule:
-    cls, known = DECODERS[name]
-    save(folder, cls, {**known, **sizes}, True)
-    return capture(folder)
 
 
 @pytest.mark.parametrize(

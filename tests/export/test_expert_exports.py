@@ -6,17 +6,13 @@ import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from export_clients import TOLERANCE, by_transformers, written
-from families import DECODERS, save
+from export_clients import TOLERANCE, by_transformers, saved, written
 from missing import skip_or_fail
 from safetensors.torch import load_file
-from torch.fx import GraphModule
 
-from compressor.capture.capture import capture
 from compressor.errors import UsageError
 from compressor.evaluate.quality import GraphLogits
 from compressor.export.exchange.dense_form import list_packed
@@ -25,12 +21,6 @@ from compressor.formats.packing import dequantize
 from compressor.passes.rtn import Rtn
 from compressor.pipeline.context import Context
 from compressor.recipe.exports import make_export
-
-
-def saved(folder: Path, family: str, **sizes: Any) -> GraphModule:
-    cls, known = DECODERS[family]
-    save(folder, cls, {**known, **sizes}, True)
-    return capture(folder)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_choices_are_those_of_brute_force(seed: int) -> None:
         within = [
             one
             for one in EVERY
-            if all(limit.allows(one) for limit in limits.values())
+            if all(limit.holds(limit.sum(one)) for limit in limits.values())
             and all(sum(a != b for a, b in zip(one, other, strict=True)) >= 2 for other in found)
         ]
         picked = choose(costs, limits, found)
@@ -54,7 +54,9 @@ def test_choices_that_are_above_a_limit_are_left_out_alone() -> None:
     """Those that differ in one item from them may be chosen."""
     costs, seconds, _ = problem(2)
     limits, above = {"latency": Limit(seconds, 1e-3, 0.85e-3, " s")}, list[list[int]]()
-    for one in sorted((one for one in EVERY if limits["latency"].allows(one)), key=lambda one: cost(costs, one))[:8]:
+    for one in sorted(
+        (one for one in EVERY if limits["latency"].holds(limits["latency"].sum(one))), key=lambda one: cost(costs, one)
+    )[:8]:
         picked = choose(costs, limits, above=above)
         assert picked is not None and cost(costs, picked) == pytest.approx(cost(costs, one), rel=1e-9)
         above.append(picked)
@@ -68,7 +70,7 @@ def test_restricted_choices_are_those_of_brute_force() -> None:
         within = [
             one
             for one in itertools.product(*allowed)
-            if limits["latency"].allows(one)
+            if limits["latency"].holds(limits["latency"].sum(one))
             and all(sum(a != b for a, b in zip(one, other, strict=True)) >= 2 for other in found)
         ]
         picked = restricted(costs, limits, allowed, found)

@@ -8,14 +8,23 @@ from typing import Any
 
 import torch
 import transformers
+from families import DECODERS, save
 from missing import skip_or_fail
 from torch.fx import GraphModule
 
+from compressor.capture.capture import capture
 from compressor.export.exchange.export import Export, Loading
 from compressor.export.exchange.job import export_graph
 
 TOLERANCE = 1e-5  # of the largest output: sums in another order
 FLOATS = Loading()
+
+
+def saved(folder: Path, name: str, **sizes: Any) -> GraphModule:
+    """Save a model of a family, of other sizes where they are given, and capture it."""
+    cls, known = DECODERS[name]
+    save(folder, cls, {**known, **sizes}, True)
+    return capture(folder)
 
 
 def written(graph: GraphModule, export: Export, folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from torch.fx import GraphModule
@@ -72,8 +73,8 @@ class Costs:
         """
         whole = (0,) * len(choice)
         for name, limit in self.limits.items():
-            most = limit.most if share is None else share * limit.sum(whole)
-            if self.of(name, choice) > most + limit.rounding:
+            wanted = limit if share is None else replace(limit, most=share * limit.sum(whole))
+            if not wanted.holds(self.of(name, choice)):
                 return False
         return True
 
