@@ -21,10 +21,11 @@ from tvm.script import tirx as T
 from compressor.codegen.isa import INDEPENDENT_ROWS, Isa
 from compressor.codegen.kernels import amx
 from compressor.codegen.kernels.amx import SIDE
-from compressor.codegen.kernels.linear import bit_planes, blocks, expand, panels, prompts
+from compressor.codegen.kernels.linear import bit_planes, blocks, expand, prompts
 from compressor.codegen.kernels.linear import tiles as amx_tiles
 from compressor.codegen.kernels.linear.bit_planes import PlaneProducts
 from compressor.codegen.kernels.linear.blocks import FewRows, by_vectors, vector_block
+from compressor.codegen.kernels.linear.panels import panel
 from compressor.codegen.kernels.linear.preparation import Prepared, apart, preparation
 from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.prologue import Prologue, declare_inputs
@@ -157,7 +158,7 @@ class Shape:
         width = tiles.stride if is_tiled else apart(given.chunks * fmt.chunk_columns, 1 if body.integer else 4)
         if body is not given:
             width = -(-width // ROOM) * ROOM  # whole registers are squeezed
-        round_to = tiles.sides * SIDE if is_tiled else panels.tokens_of(body, schedule.gemm_tokens)
+        round_to = tiles.sides * SIDE if is_tiled else panel.tokens_of(body, schedule.gemm_tokens)
         step = max(schedule.gemm_tokens, round_to)
         return cls(body, given, weights, tiles, schedule, columns, kept, is_tiled, is_final, width, round_to, step)
 
@@ -218,8 +219,8 @@ def fused_linear(
         many = prompts.prompt_products(weights, shape, store, None if only > 1 else few)
     elif shape.is_tiled:
         many = _by_amx(shape, tile_block(shape, store))
-    elif not panels.supports(body):
-        many = panels.by_panels(shape, store)
+    elif not panel.supports(body):
+        many = panel.by_panels(shape, store)
     else:
         many = by_vectors(shape, block)
 

@@ -181,10 +181,16 @@ def by_panels(shape: Any, store: Any) -> Any:
     Args:
         shape: the kernel's :class:`compressor.codegen.kernels.linear.packed.Shape`.
     """
-    given, weights, step = shape.body, shape.weights, shape.step
+    given = shape.body
     kind = PanelProducts if given.isa.mmla is None else MatrixProducts
-    body = kind(weights.rows[0], shape.columns, given.fmt, given.isa)
-    block = vector_block(replace(shape, body=body, given=body), store)
+    body = kind(shape.weights.rows[0], shape.columns, given.fmt, given.isa)
+    return panel_tasks(replace(shape, body=body, given=body), store)
+
+
+def panel_tasks(shape: Any, store: Any) -> Any:
+    """Make the macro of a shape whose products are those of a panel."""
+    body, weights, step = shape.body, shape.weights, shape.step
+    block = vector_block(shape, store)
 
     @T.inline
     def many(at, tokens, _turned):
