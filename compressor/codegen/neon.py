@@ -114,7 +114,9 @@ def _tbx(values: Any, flags: Any, others: Any) -> Any:
     unset = T.bitwise_not(T.shift_left(ones, T.uint64(8)) - ones)
     table = T.reinterpret(T.Shuffle([values, T.uint64(0)], [0, 1]), dtype="int8x16")
     place = octets(T.bind(T.bitwise_or(before, unset)))
-    return T.reinterpret(_call("tbx1", "int8x8", octets(others), table, place), dtype="uint64")
+    # TVM reinterprets no constant zero.
+    kept = T.broadcast(T.int8(0), 8) if getattr(others, "value", None) == 0 else octets(others)
+    return T.reinterpret(_call("tbx1", "int8x8", kept, table, place), dtype="uint64")
 
 
 NEON = Isa(

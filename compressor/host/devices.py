@@ -30,9 +30,13 @@ class DeviceFigures:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Return the least seconds of an operation or a byte, as a roofline takes them; caches are not counted on."""
-        read = 1 / self.read_bytes_per_s
-        peaks = {"peak_flop": 1 / self.flop_per_s, "peak_int8_op": 1 / self.int8_ops_per_s}
+        """Return the least seconds of an operation or a byte, as a roofline takes them; caches are not counted on.
+
+        ``peak_digits_op`` is of an integer by a float that may be two digits of eight bits
+        (:mod:`compressor.codegen.kernels.linear.panels.digits`).
+        """
+        flop, int8, read = 1 / self.flop_per_s, 1 / self.int8_ops_per_s, 1 / self.read_bytes_per_s
+        peaks = {"peak_flop": flop, "peak_int8_op": int8, "peak_digits_op": min(flop, 2 * int8)}
         return {**peaks, "peak_read_byte": read, "cached_read_byte": read}
 
 

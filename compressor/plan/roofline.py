@@ -144,13 +144,21 @@ def _label(nodes: Iterable[Node], costs: Mapping[Node, NodeCost]) -> str:
     )
 
 
+def _op_seconds(name: str | None, seconds: Mapping[str, float]) -> float:
+    """Return the least seconds of an operation of a layer's products in a format, or of floats."""
+    fmt = Format.parse(name) if name else None
+    if fmt is not None and fmt.integer_products:
+        return seconds["peak_int8_op"]
+    digits = fmt is not None and fmt.activations is None and fmt.element is None and not fmt.codebook
+    return seconds.get("peak_digits_op", seconds["peak_flop"]) if digits else seconds["peak_flop"]
+
+
 def _layer(name: str, costs: Iterable[NodeCost], prices: Prices, read_s: float) -> Layer:
     ops = seconds = 0.0
     bytes_ = 0
     for cost in costs:
-        integer = bool(cost.format) and Format.parse(cost.format).integer_products
         ops += cost.flops
-        seconds += cost.flops * prices.seconds["peak_int8_op" if integer else "peak_flop"]
+        seconds += cost.flops * _op_seconds(cost.format, prices.seconds)
         bytes_ += cost.weight_bytes + cost.cache_bytes + (0 if cost.kind == "other" else cost.activation_bytes)
     reading = bytes_ * read_s
     return Layer(name, 1, ops, bytes_, "compute" if seconds > reading else "memory", 1e3 * max(seconds, reading))

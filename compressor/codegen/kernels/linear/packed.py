@@ -2,10 +2,11 @@
 
 Integer path: activations become int8 codes, dot products run in int32 within a group of columns, by bytes, by AMX's
 tiles or by bit planes, and one float multiply-add a group applies the scales.  Float path: activations stay as they
-are, or become the floats that they round to, and codes become floats in registers.  A single token takes a loop over
-``gemv_tiles`` tiles of 16 rows; several tokens take a loop over blocks of ``gemm_tokens`` tokens that unpacks each code
-once a block, or, where columns are left out, the way of :mod:`compressor.codegen.kernels.linear.prompts`.  Where single
-weights are, a task expands its tiles first (:mod:`compressor.codegen.kernels.linear.expand`).
+are, or become the floats that they round to, and codes become floats in registers; prompts may split activations into
+:mod:`~compressor.codegen.kernels.linear.panels.digits`.  A single token takes a loop over ``gemv_tiles`` tiles of 16
+rows; several tokens take a loop over blocks of ``gemm_tokens`` tokens that unpacks each code once a block, or, where
+columns are left out, the way of :mod:`~compressor.codegen.kernels.linear.prompts`.  Where single weights are, a task
+expands its tiles first (:mod:`~compressor.codegen.kernels.linear.expand`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from compressor.codegen.kernels.linear import bit_planes, blocks, expand, prompt
 from compressor.codegen.kernels.linear import tiles as amx_tiles
 from compressor.codegen.kernels.linear.bit_planes import PlaneProducts
 from compressor.codegen.kernels.linear.blocks import FewRows, by_vectors, vector_block
-from compressor.codegen.kernels.linear.panels import panel
+from compressor.codegen.kernels.linear.panels import digits, panel
 from compressor.codegen.kernels.linear.preparation import Prepared, apart, preparation
 from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.prologue import Prologue, declare_inputs
@@ -79,8 +80,9 @@ def gemm_space(tiles: int, gemv_tiles: int, fmt: Format, isa: Isa) -> list[Sched
     """
     if not amx_tiles.supports(fmt, isa):
         return [Schedule(gemv_tiles, 2 - tiles % 2, TOKENS)]
-    if isa.lanes < 8 and not blocks.supports(isa):  # a tile's sums are four of 32 registers
-        return [Schedule(gemv_tiles, 1, m) for m in (4, 6)]
+    if isa.lanes < 8 and not blocks.supports(isa):  # a tile's sums are four of 32 registers, of digits eight
+        counts = digits.tokens(isa) if digits.reads(fmt) else (4, 6)
+        return [Schedule(gemv_tiles, 1, m) for m in counts]
     quads = fmt.chunk_columns // 4
     space = [(n, m) for n, m in ((4, 4), (2, 8), (1, 16), (2, 4)) if n * m * quads <= 64 and tiles % n == 0]
     space.insert(0 if fmt.integer_products else 1, _GEMM_DEFAULT)  # floats gain more from sharing what is unpacked
@@ -221,6 +223,8 @@ def fused_linear(
         many = _by_amx(shape, tile_block(shape, store))
     elif not panel.supports(body):
         many = panel.by_panels(shape, store)
+    elif not digits.supports(body, columns):
+        many = digits.by_digits(shape, store_outputs)
     else:
         many = by_vectors(shape, block)
 

@@ -26,7 +26,7 @@ from compressor.codegen.kernels.linear.weights import Weight
 from compressor.codegen.kernels.vector import splat
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
-from compressor.formats.planes import TwoPlanes, UpperPlane
+from compressor.formats.planes import UpperPlane
 
 _LANES = 4
 _STEP = 16
@@ -40,8 +40,8 @@ def supports(body: Products) -> str:
         return f"{isa.name} has no products of a register's lane"
     if type(body) is not Products or not body.integer or not body.has_zeros:
         return f"{fmt.name} does not multiply bytes of all columns"
-    if fmt.extra(TwoPlanes) is not None or fmt.extra(UpperPlane) is not None:
-        return "codes lie in two planes"
+    if fmt.extra(UpperPlane) is not None:
+        return "codes are the upper halves of others"
     return f"groups of {body.group_columns} columns" if body.groups > 1 and body.group_columns % _STEP else ""
 
 
@@ -205,4 +205,5 @@ def panel_tasks(shape: Any, store: Any) -> Any:
 
 
 def _of_panel(weight: Weight, panel: Any) -> Weight:
-    return replace(weight, parts={**weight.parts, "codes": _Panel(panel)})
+    others = {name: part for name, part in weight.parts.items() if name != "lower"}  # of two planes: both are in it
+    return replace(weight, parts={**others, "codes": _Panel(panel)})
