@@ -101,7 +101,7 @@ def plain(isa: Isa) -> Loop:
 def linear(name: str, isa: Isa) -> list[Loop]:
     """Return the loops of a packed linear: one token, few, and a prompt."""
     fmt, tiles = Format.parse(name), _SIZE // 16
-    gemv = packed.gemv_space(tiles, fmt)[0]
+    gemv = packed.gemv_space(tiles, fmt, isa)[0]
     schedule = packed.gemm_space(tiles, gemv.gemv_tiles, fmt, isa)[0]
     loops = innermost_loops(packed.packed_linear(_SIZE, _SIZE, fmt, False, isa, schedule), isa)
     found = [Loop(name, "", isa, _product(loop), loop) for loop in loops if _product(loop)]

@@ -38,7 +38,7 @@ class Timed:
 
     def __init__(self, fmt: Format, rows: tuple[int, ...]) -> None:
         isa, tiles, rng = X86().resolve(), SIDE // TILE_ROWS, np.random.default_rng(1)
-        schedule = packed.gemm_space(tiles, packed.gemv_space(tiles, fmt)[0].gemv_tiles, fmt, isa)[0]
+        schedule = packed.gemm_space(tiles, packed.gemv_space(tiles, fmt, isa)[0].gemv_tiles, fmt, isa)[0]
         func = packed.packed_linear(SIDE, SIDE, fmt, False, isa, schedule).with_attr("global_symbol", "kernel")
         module = tvm.IRModule({"kernel": func})
         self.kernel = tvm.compile(module, X86().tvm_target(isa), tir_pipeline=PIPELINE)["kernel"]

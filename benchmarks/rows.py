@@ -57,7 +57,7 @@ def measure(fmt: Format, rows: int, columns: int, threads: int, seconds: float) 
     """Return seconds of a call by its number of rows: the lower quartile."""
     isa = X86().resolve()
     tiles = -(-rows // TILE_ROWS)
-    schedule = packed.gemm_space(tiles, packed.gemv_space(tiles, fmt)[0].gemv_tiles, fmt, isa)[0]
+    schedule = packed.gemm_space(tiles, packed.gemv_space(tiles, fmt, isa)[0].gemv_tiles, fmt, isa)[0]
     func = packed.packed_linear(rows, columns, fmt, False, isa, schedule).with_attr("global_symbol", "kernel")
     kernel = tvm.compile(tvm.IRModule({"kernel": func}), X86().tvm_target(isa), tir_pipeline=PIPELINE)["kernel"]
     rng, given = np.random.default_rng(1), weights(fmt, rows, columns)

@@ -80,7 +80,7 @@ def ours(name: str, rows: int, columns: int, tokens: int, isa: Any) -> Iterator[
     else:
         packed = rtn_quantize(weight, fmt)
     tiles = -(-rows // 16)
-    firsts = packed_linear.gemv_space(tiles, fmt)[:3]
+    firsts = packed_linear.gemv_space(tiles, fmt, isa)[:3]
     space = firsts if tokens == 1 else packed_linear.gemm_space(tiles, firsts[0].gemv_tiles, fmt, isa)[:4]
     x = tvm.runtime.tensor(np.random.default_rng(0).standard_normal((1, tokens, columns)).astype("float32"))
     y = tvm.runtime.tensor(np.zeros((1, tokens, rows), "float32"))

@@ -132,7 +132,7 @@ def measure(benchmark: Any, read_bandwidth: float) -> Callable[..., None]:
 def packed_kernel(rows: int, columns: int, name: str, isa: Isa) -> tuple[Any, packed_linear.Schedule]:
     """Compile one kernel, which serves all numbers of tokens; that takes seconds."""
     fmt, tiles = Format.parse(name), -(-rows // TILE_ROWS)
-    schedule = packed_linear.gemm_space(tiles, packed_linear.gemv_space(tiles, fmt)[0].gemv_tiles, fmt, isa)[0]
+    schedule = packed_linear.gemm_space(tiles, packed_linear.gemv_space(tiles, fmt, isa)[0].gemv_tiles, fmt, isa)[0]
     return compiled(packed_linear.packed_linear(rows, columns, fmt, False, isa, schedule), isa), schedule
 
 

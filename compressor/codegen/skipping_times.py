@@ -33,7 +33,7 @@ def skipping_seconds(
     x = torch.randn(1, max(rows), in_features, generator=torch.Generator().manual_seed(0))
     limit = float(x[0, 0].abs().sort().values[round(share * in_features)])
     drafting, whole = (skip_inputs(packed, torch.full((in_features,), size)) for size in (limit, 0.0))
-    schedule = gemv_space(-(-out_features // TILE_ROWS), packed.format)[0]
+    schedule = gemv_space(-(-out_features // TILE_ROWS), packed.format, isa)[0]
     dense = packed_linear(out_features, in_features, packed.format, False, isa, schedule)
     skipping = skipping_linear([out_features], in_features, drafting.format, False, isa)
     configure_threads(threads)

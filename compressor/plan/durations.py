@@ -151,7 +151,7 @@ def _candidates(kernel: LinearKernel, isa: Isa) -> tuple[int, int]:
     if kernel.format is None:
         return len(dense_linear.gemv_space()), len(dense_linear.gemm_space(1))
     tiles = -(-kernel.rows // TILE_ROWS)
-    return len(packed_linear.gemv_space(tiles, kernel.format)), len(
+    return len(packed_linear.gemv_space(tiles, kernel.format, isa)), len(
         packed_linear.gemm_space(tiles, 1, kernel.format, isa)
     )
 

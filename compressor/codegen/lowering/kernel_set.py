@@ -143,7 +143,7 @@ def cpu_kernels(isa: Isa) -> KernelSet:
         def many(schedule: Any) -> list[Any]:
             return packed_linear.gemm_space(tiles, schedule.gemv_tiles, fmt, isa)
 
-        return [Choice(1, lambda _schedule: packed_linear.gemv_space(tiles, fmt)), Choice(TUNED_TOKENS, many)]
+        return [Choice(1, lambda _schedule: packed_linear.gemv_space(tiles, fmt, isa)), Choice(TUNED_TOKENS, many)]
 
     def other(make: Maker) -> Maker:
         def linear(rows: Any, columns: Any, fmt: Any, has_bias: bool, **ends: Any) -> tvm.tirx.PrimFunc:

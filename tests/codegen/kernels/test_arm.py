@@ -56,6 +56,7 @@ def test_a_case_of_every_family() -> None:
 @pytest.mark.parametrize(("isa", "name", "of_one", "of_prompts"), [
     (neon.NEON, "W4A8_G128", "smull", "smull2"), (neon.DOTPROD, "W4A8_G128", "sdot", "sdot"),
     (neon.I8MM, "W8A8", "usdot", "smmla"), (neon.DOTPROD, "NF4_G64", "tbl", "tbl"),
+    (neon.DOTPROD, "W4A16_G128", "sdot", "sdot"), (neon.I8MM, "W8A16", "usdot", "smmla"),
     (neon.DOTPROD, "BIP1A1_G64", "cnt", "cnt"),
 ], ids=lambda value: getattr(value, "name", value))  # fmt: skip
 def test_inner_loops_have_the_instructions(isa: Isa, name: str, of_one: str, of_prompts: str) -> None:

@@ -21,7 +21,7 @@ from compressor.codegen.kernels.linear.squeeze import ROOM, KeptProducts, squeez
 from compressor.codegen.kernels.vector import registers
 from compressor.formats.parts import TILE_ROWS
 
-_TOKENS, _TOKENS_OF_LONG = (8, 4, 2), (8, 4)
+_TOKENS, _TOKENS_OF_LONG, _TOKENS_OF_DIGITS = (8, 4, 2), (8, 4), (2,)
 """Tokens of blocks; fewer blocks where a chunk takes so many statements that they would double the time to compile."""
 _MOST_TILES = 4
 _MOST_STATEMENTS = 64  # of a chunk: LLVM's time grows with their square
@@ -52,7 +52,7 @@ def blocks(body: Products, tiles: int) -> list[Block]:
     each, quads = body.accumulators * TILE_ROWS // body.isa.lanes, body.fmt.chunk_columns // 4
     is_long = quads > 2 or body.fmt.codebook or (body.integer and body.isa.matrix_unit == "amx")
     found = []
-    for tokens in _TOKENS_OF_LONG if is_long else _TOKENS:
+    for tokens in _TOKENS_OF_DIGITS if body.digits > 1 else _TOKENS_OF_LONG if is_long else _TOKENS:
         most = min(_sums(body.isa) // (tokens * each), _MOST_STATEMENTS // (tokens * quads))
         if most:
             counts = (n for n in (_MOST_TILES, 2, 1) if n <= most and tiles % n == 0)

@@ -2,8 +2,8 @@
 
 Integer path: activations become int8 codes, dot products run in int32 within a group of columns, by bytes, by AMX's
 tiles or by bit planes, and one float multiply-add a group applies the scales.  Float path: activations stay as they
-are, or become the floats that they round to, and codes become floats in registers; prompts may split activations into
-:mod:`~compressor.codegen.kernels.linear.panels.digits`.  A single token takes a loop over ``gemv_tiles`` tiles of 16
+are, or become the floats that they round to, and codes become floats in registers; or both stay integers, activations
+as :mod:`~compressor.codegen.kernels.linear.digits`.  A single token takes a loop over ``gemv_tiles`` tiles of 16
 rows; several tokens take a loop over blocks of ``gemm_tokens`` tokens that unpacks each code once a block, or, where
 columns are left out, the way of :mod:`~compressor.codegen.kernels.linear.prompts`.  Where single weights are, a task
 expands its tiles first (:mod:`~compressor.codegen.kernels.linear.expand`).
@@ -22,11 +22,12 @@ from tvm.script import tirx as T
 from compressor.codegen.isa import INDEPENDENT_ROWS, Isa
 from compressor.codegen.kernels import amx
 from compressor.codegen.kernels.amx import SIDE
-from compressor.codegen.kernels.linear import bit_planes, blocks, expand, prompts
+from compressor.codegen.kernels.linear import bit_planes, blocks, digits, expand, prompts
 from compressor.codegen.kernels.linear import tiles as amx_tiles
 from compressor.codegen.kernels.linear.bit_planes import PlaneProducts
 from compressor.codegen.kernels.linear.blocks import FewRows, by_vectors, vector_block
-from compressor.codegen.kernels.linear.panels import digits, panel
+from compressor.codegen.kernels.linear.panels import panel
+from compressor.codegen.kernels.linear.panels.digit_panel import kind_of
 from compressor.codegen.kernels.linear.preparation import Prepared, apart, preparation
 from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.prologue import Prologue, declare_inputs
@@ -50,7 +51,7 @@ class Schedule:
 
 
 _GEMM_DEFAULT = (1, 8)
-_FEW_BESIDE_TILES = 8  # rows up to which unpacking codes for AMX's tiles takes longer than the vectors' work
+_FEW_BESIDE_TILES = 8  # rows up to which unpacking codes for AMX or a panel takes longer than the vectors' work
 _EXTRAS = (Outliers, OutlierFeatures, ColumnBlocks, SingleZeros, KeptOfGroup, SkippedInputs, TwoPlanes, UpperPlane)
 """That are read, two of them by kernels of their own."""
 
@@ -62,12 +63,12 @@ def supports(fmt: Format, isa: Isa) -> str:
     return text if unread else expand.supports(fmt, isa)
 
 
-def gemv_space(tiles: int, fmt: Format) -> list[Schedule]:
+def gemv_space(tiles: int, fmt: Format, isa: Isa) -> list[Schedule]:
     """Schedules that differ in what one token takes, for a weight of ``tiles`` tiles; the default first.
 
-    Four places in memory at once are read quickest, and a tile whose codes lie in two planes has two.
+    Four places in memory at once are read quickest; a tile of two planes has two, and digits take twice the registers.
     """
-    order = (4, 2, 8, 1) if fmt.extra(TwoPlanes) is None else (2, 4, 1, 8)
+    order = (2, 4, 1, 8) if fmt.extra(TwoPlanes) is not None or digits.reads(fmt, isa) else (4, 2, 8, 1)
     return [Schedule(n, *_GEMM_DEFAULT) for n in order if tiles % n == 0]
 
 
@@ -81,7 +82,7 @@ def gemm_space(tiles: int, gemv_tiles: int, fmt: Format, isa: Isa) -> list[Sched
     if not amx_tiles.supports(fmt, isa):
         return [Schedule(gemv_tiles, 2 - tiles % 2, TOKENS)]
     if isa.lanes < 8 and not blocks.supports(isa):  # a tile's sums are four of 32 registers, of digits eight
-        counts = digits.tokens(isa) if digits.reads(fmt) else (4, 6)
+        counts = digits.tokens(isa) if digits.reads(fmt, isa) else (4, 6)
         return [Schedule(gemv_tiles, 1, m) for m in counts]
     quads = fmt.chunk_columns // 4
     space = [(n, m) for n, m in ((4, 4), (2, 8), (1, 16), (2, 4)) if n * m * quads <= 64 and tiles % n == 0]
@@ -97,7 +98,7 @@ def common_schedule(schedule: Schedule, rows: Sequence[int], fmt: Format, isa: I
     tiles = gcd(*(-(-n // TILE_ROWS) for n in rows))
     gemv, gemm = schedule.gemv_tiles, (schedule.gemm_tiles, schedule.gemm_tokens)
     if tiles % gemv:
-        gemv = max(one.gemv_tiles for one in gemv_space(tiles, fmt))
+        gemv = max(one.gemv_tiles for one in gemv_space(tiles, fmt, isa))
     if tiles % schedule.gemm_tiles:
         gemm = max((one.gemm_tiles, one.gemm_tokens) for one in gemm_space(tiles, gemv, fmt, isa))
     return Schedule(gemv, *gemm)
@@ -116,8 +117,7 @@ class Shape:
 
     Attributes:
         body: the products of a chunk of columns.
-        given: the products as far as a token's activations are prepared for them: the same, unless blocks of columns
-            are left out, which tiles gather for themselves.
+        given: the products that activations are prepared for: the same, unless tiles gather blocks of columns.
         weights: one or several, and their outputs.
         tiles: the products by AMX.
         schedule: as the tuner chose it.
@@ -149,15 +149,15 @@ class Shape:
         kind = kind if bit_planes.supports(fmt, isa) else PlaneProducts
         given = body = kind(weights.rows[0], columns, fmt.of_kept, isa)
         kept = fmt.stored_columns(columns)
-        blocks = fmt.extra(ColumnBlocks)
-        if blocks is not None:
-            body, given.has_zeros = KeptProducts(weights.rows[0], kept, fmt.of_kept, isa, blocks), False
+        if (left_out := fmt.extra(ColumnBlocks)) is not None:
+            body, given.has_zeros = KeptProducts(weights.rows[0], kept, fmt.of_kept, isa, left_out), False
+        else:
+            given = body = digits.products(given, columns)
         is_tiled = not amx_tiles.supports(fmt, isa)
         has_floats = body.fmt.without_outliers != body.fmt
         is_final = body.groups == 1 and not (weights.is_ragged or has_floats)
-        tiles = TileProducts(body, columns, schedule.gemm_tiles, is_final=is_final, blocks=blocks)
-        # Bytes from one token's activations to the next, those that fill up chunks or registers included.
-        width = tiles.stride if is_tiled else apart(given.chunks * fmt.chunk_columns, 1 if body.integer else 4)
+        tiles = TileProducts(body, columns, schedule.gemm_tiles, is_final=is_final, blocks=left_out)
+        width = tiles.stride if is_tiled else apart(given.padded * given.digits, 1 if body.integer else 4)
         if body is not given:
             width = -(-width // ROOM) * ROOM  # whole registers are squeezed
         round_to = tiles.sides * SIDE if is_tiled else panel.tokens_of(body, schedule.gemm_tokens)
@@ -166,11 +166,11 @@ class Shape:
 
     @property
     def few(self) -> int:
-        """Rows up to which they take blocks of their own: fewer by AMX, whose sums of integers are those of vectors."""
+        """Rows up to which they take blocks of their own: fewer of integers by AMX or panels, which sum up the same."""
         if blocks.supports(self.body.isa):
             return 0
         if not (self.is_tiled and self.body.integer):
-            return INDEPENDENT_ROWS
+            return INDEPENDENT_ROWS if panel.supports(self.body) else _FEW_BESIDE_TILES
         return 0 if self.tiles.is_direct or self.tiles.blocks else _FEW_BESIDE_TILES
 
     @property
@@ -222,9 +222,7 @@ def fused_linear(
     elif shape.is_tiled:
         many = _by_amx(shape, tile_block(shape, store))
     elif not panel.supports(body):
-        many = panel.by_panels(shape, store)
-    elif not digits.supports(body, columns):
-        many = digits.by_digits(shape, store_outputs)
+        many = panel.by_panels(shape, store, kind_of(body))
     else:
         many = by_vectors(shape, block)
 

@@ -1,7 +1,7 @@
 """Prepare a token's activations for the products of the packed linear.
 
 They are rounded (:mod:`compressor.codegen.kernels.activations`) or copied, filled up with zeros, summed by
-groups for the zero points, and laid out as the products take them: in bit planes, or in bfloat16 for AMX.
+groups for the zero points, and laid out as the products take them: in digits, in bit planes, or in bfloat16 for AMX.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from tvm.script import tirx as T
 
 from compressor.codegen.kernels.activations import inverse_scale, on_grid, span_scale
 from compressor.codegen.kernels.linear.bit_planes import slice_chunk
+from compressor.codegen.kernels.linear.digits import DigitProducts, splitting
 from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.prologue import Prologue
 from compressor.codegen.kernels.vector import emit_tree, emit_tree_sum, finite_size, size_bits
@@ -53,6 +54,8 @@ def preparation(
         prologue: what activations are of the inputs, where they are not the input.
     """
     fmt, integer = body.fmt, body.integer
+    if isinstance(body, DigitProducts):
+        return splitting(body, columns, _filling(columns, None if prologue is None else prologue.row(columns)))
     fill, add_up = _fill(body, columns, prologue), adding_up(body)
 
     @T.inline
@@ -78,20 +81,23 @@ def _fill(body: Products, columns: int, prologue: Prologue | None) -> Any:
     compute = None if prologue is None else prologue.row(columns)
     if body.fmt.activations is not None:
         return _rounding(body, columns, compute)
-    if compute is None:
-        copy = _copying(columns)
-
-        @T.inline
-        def copied(at, m):
-            copy(at, m, at.a, m)
-
-        return copied
+    write = _filling(columns, compute)
 
     @T.inline
-    def computed(at, m):
-        compute(at.inputs, at.vectors, m, at.a, m)
+    def fill(at, m):
+        write(at, m, at.a, m)
 
-    return computed
+    return fill
+
+
+def _filling(columns: int, compute: Callable[..., None] | None) -> Any:
+    """Make a macro ``fill(at, m, to, r)`` that writes token ``m``'s activations, copied or computed, to row ``r``."""
+
+    @T.inline
+    def computed(at, m, to, r):
+        compute(at.inputs, at.vectors, m, to, r)  # type: ignore[misc]
+
+    return _copying(columns) if compute is None else computed
 
 
 def _copying(columns: int) -> Any:
@@ -116,16 +122,14 @@ def _rounding(body: Products, columns: int, compute: Callable[..., None] | None)
     fmt, act = body.fmt, cast(Activations, body.fmt.activations)
     span = act.group_size or columns  # columns that share a scale
     in_row = fmt.outlier_features > 0 or compute is not None
-    copy, round_span = _copying(columns), _span_rounding(body.integer, act)
+    write, round_span = _filling(columns, compute), _span_rounding(body.integer, act)
 
     @T.inline
     def rounded(at, m):
         rest = T.meta_var(T.alloc_buffer((1, columns), "float32") if in_row else at.inputs[0])
         r = T.meta_var(0 if in_row else m)
-        if compute is not None:
-            compute(at.inputs, at.vectors, m, rest, r)
-        elif in_row:
-            copy(at, m, rest, r)
+        if in_row:
+            write(at, m, rest, r)
         if fmt.outlier_features > 0:
             for k in range(fmt.outlier_features):
                 rest[r, at.parts["float_columns"][k]] = T.float32(0)
@@ -193,14 +197,13 @@ def adding_up(body: Products) -> Any:
     ``add_up(values, sums, m, n)`` reads and writes where :meth:`Products.at` says for token ``m`` and tile ``n``.
     """
     every, integer, size = T.ramp(0, 1, 16), body.integer, body.group_columns
-    padded = body.chunks * body.fmt.chunk_columns
 
     @T.inline
     def add_up(values, sums, m, n):
         for g in range(body.groups if body.has_zeros else 0):
             lane = T.alloc_buffer((16,), "int32" if integer else "float32")
             lane[every] = T.broadcast(T.int32(0) if integer else T.float32(0), 16)
-            length = T.meta_var(T.min(size, padded - g * size))
+            length = T.meta_var(T.min(size, body.padded - g * size))
             for k in range(length // 16):
                 some = T.meta_var(values[body.at(m, n, T.ramp(g * size + k * 16, 1, 16))])
                 lane[every] = lane[every] + (T.Cast("int32x16", some) if integer else some)

@@ -30,11 +30,12 @@ class Products:
         self.act_span = max(1, act // self.group_columns)
         self.chunks, self.groups = fmt.chunks(columns), -(-columns // self.group_columns)
         self.act_groups = -(-columns // act) if act else 1
+        self.padded = self.chunks * fmt.chunk_columns  # columns of prepared activations
         self.group_chunks = -(-self.group_columns // fmt.chunk_columns)
         self.table_size = fmt.levels if fmt.codebook else 1
         # Codes of integers are unsigned: their zero point is subtracted, a half of one from the sums of integers.
         self.has_zeros = fmt.element is None and not fmt.codebook
-        self.accumulators = 1
+        self.accumulators = self.digits = 1  # registers of sums for rows of a tile, numbers for an activation
         self.half = fmt.zero_point % 1 if self.integer else 0.0
         # What codes are less where products multiply them, and their zero points; only signed products need it.
         self.less = 128 if self.integer and self.has_zeros and fmt.bits == 8 and isa.signed4 is not None else 0

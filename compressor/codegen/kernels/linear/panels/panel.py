@@ -21,6 +21,7 @@ from tvm.script import tirx as T
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.codes import centred, code_quad
 from compressor.codegen.kernels.linear.blocks import vector_block
+from compressor.codegen.kernels.linear.digits import DigitProducts
 from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.weights import Weight
 from compressor.codegen.kernels.vector import splat
@@ -38,7 +39,7 @@ def supports(body: Products) -> str:
     fmt, isa = body.fmt, body.isa
     if isa.lanes != _LANES or (isa.signed4 is None and isa.mmla is None):
         return f"{isa.name} has no products of a register's lane"
-    if type(body) is not Products or not body.integer or not body.has_zeros:
+    if type(body) not in (Products, DigitProducts) or not body.integer or not body.has_zeros:
         return f"{fmt.name} does not multiply bytes of all columns"
     if fmt.extra(UpperPlane) is not None:
         return "codes are the upper halves of others"
@@ -47,7 +48,7 @@ def supports(body: Products) -> str:
 
 def tokens_of(body: Products, wanted: int) -> int:
     """Return the tokens of a block: pairs where products take two."""
-    return wanted + wanted % 2 if body.isa.mmla is not None else wanted
+    return wanted + wanted % 2 if body.isa.mmla is not None and body.digits == 1 else wanted
 
 
 @dataclass(frozen=True)
@@ -175,22 +176,16 @@ class MatrixProducts(PanelProducts):
         super().end_group(out, acc, sums, scales, factor, first, m0, g, n_tokens, n_tiles)
 
 
-def by_panels(shape: Any, store: Any) -> Any:
+def by_panels(shape: Any, store: Any, kind: type[PanelProducts]) -> Any:
     """Make a macro that computes all outputs of many tokens, a tile of rows a task.
 
     Args:
         shape: the kernel's :class:`compressor.codegen.kernels.linear.packed.Shape`.
+        kind: of products, those of the kernel's own.
     """
-    given = shape.body
-    kind = PanelProducts if given.isa.mmla is None else MatrixProducts
-    body = kind(shape.weights.rows[0], shape.columns, given.fmt, given.isa)
-    return panel_tasks(replace(shape, body=body, given=body), store)
-
-
-def panel_tasks(shape: Any, store: Any) -> Any:
-    """Make the macro of a shape whose products are those of a panel."""
-    body, weights, step = shape.body, shape.weights, shape.step
-    block = vector_block(shape, store)
+    weights, step = shape.weights, shape.step
+    body = kind(weights.rows[0], shape.columns, shape.body.fmt, shape.body.isa)
+    block = vector_block(replace(shape, body=body, given=body), store)
 
     @T.inline
     def many(at, tokens, _turned):
