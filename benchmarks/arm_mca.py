@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
@@ -23,7 +23,7 @@ from tvm.script import tirx as T
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.convolution.feeds import Geometry
 from compressor.codegen.kernels.convolution.kernel import Epilogue, convolution
-from compressor.codegen.kernels.linear import packed
+from compressor.codegen.kernels.linear import digits, packed
 from compressor.codegen.neon import DOTPROD, I8MM, NEON
 from compressor.formats.format import Format
 
@@ -44,6 +44,7 @@ class Loop:
         family: of kernels.
         tokens: that one round serves; ``prompt`` beyond INDEPENDENT_ROWS.
         product: the instruction that multiplies.
+        digits: numbers that an activation is: products of each count once.
     """
 
     family: str
@@ -51,12 +52,13 @@ class Loop:
     isa: Isa
     product: str
     lines: list[str]
+    digits: int = 1
 
     @property
     def products(self) -> int:
         """Multiply-accumulates of a round; of integers, without the floats that scale their sums."""
         found = {name: count * PRODUCTS[name] for name, count in counts(self.lines).items() if name in PRODUCTS}
-        return sum(found.values()) - (found.get("fmla", 0) if len(found) > 1 else 0)
+        return (sum(found.values()) - (found.get("fmla", 0) if len(found) > 1 else 0)) // self.digits
 
 
 def modelled(lines: list[str], isa: Isa, core: str) -> float:
@@ -104,10 +106,10 @@ def linear(name: str, isa: Isa) -> list[Loop]:
     gemv = packed.gemv_space(tiles, fmt, isa)[0]
     schedule = packed.gemm_space(tiles, gemv.gemv_tiles, fmt, isa)[0]
     loops = innermost_loops(packed.packed_linear(_SIZE, _SIZE, fmt, False, isa, schedule), isa)
-    found = [Loop(name, "", isa, _product(loop), loop) for loop in loops if _product(loop)]
-    found = [loop for loop in found if loop.products >= 128]
+    found = [Loop(name, "", isa, _product(loop), loop, 1 + digits.reads(fmt, isa)) for loop in loops if _product(loop)]
+    found = [loop for loop in found if loop.products >= 128 and not counts(loop.lines)["frinti"]]  # which rounds
     labels = ["1", *["few"] * (len(found) - 2), "prompt"]
-    return [Loop(name, label, isa, one.product, one.lines) for label, one in zip(labels, found, strict=True)]
+    return [replace(one, tokens=label) for label, one in zip(labels, found, strict=True)]
 
 
 def images(name: str, isa: Isa) -> list[Loop]:
@@ -133,8 +135,9 @@ def table() -> str:
         for core in CORES[isa.name]:
             macs = _plain_products(of_plain) / modelled(of_plain.lines, isa, core)
             for loop in loops:
-                rate, most = loop.products / modelled(loop.lines, isa, core), bound(isa, loop.product, core)
-                rows.append((isa.name, core, loop.family, loop.tokens, loop.product, macs, rate, most, rate / most))
+                most = bound(isa, loop.product, core) / loop.digits
+                rate, product = loop.products / modelled(loop.lines, isa, core), "2 " * (loop.digits - 1) + loop.product
+                rows.append((isa.name, core, loop.family, loop.tokens, product, macs, rate, most, rate / most))
     lines = [
         f"| {level} | {core} | {family} | {tokens} | {product} | {macs:.2f} | {rate:.2f} | {most:.2f} | {part:.0%} |"
         for level, core, family, tokens, product, macs, rate, most, part in rows
@@ -154,7 +157,8 @@ _HEADING = """\
 
 Made by `python benchmarks/arm_mca.py`: llvm-mca 19 on what LLVM writes for our kernels; evidence: modelled. Rates are
 multiply-accumulates a cycle of a core. `plain` is what LLVM makes of a product as one writes it down, `bound` what the
-same model gives for the products alone (of `smull`, with what adds them up). Caches are not modelled, every load hits:
+same model gives for the products alone (of `smull`, with what adds them up), half of it where an activation is two
+digits (`2 sdot`, [decision 0150](../../docs/decisions/0150-digits.md)). Caches are not modelled, every load hits:
 one token waits for memory on most machines. Loops end with their group where LLVM unrolled it (groups of 32 columns),
 so scales are part of them; elsewhere what follows a group is not. Weights are 1024x1024, convolutions have 64 channels.
 
