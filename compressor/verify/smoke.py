@@ -89,8 +89,8 @@ def smoke_test(
         )
     except subprocess.TimeoutExpired as error:
         raise VerificationError(
-            f"{bundle}: the kernels did not end within {limit_s:.0f} s in a fresh process; run it again when the machine "
-            "has less to do, and report it if that does not help"
+            f"{bundle}: the kernels did not end within {limit_s:.0f} s in a fresh process; run it again when the "
+            "machine has less to do, and report it if that does not help"
         ) from error
     try:
         found = json.loads(done.stdout.splitlines()[-1])

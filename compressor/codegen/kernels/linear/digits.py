@@ -136,8 +136,7 @@ def splitting(body: DigitProducts, columns: int, fill: Any) -> Any:
         for half, digit in enumerate(both if body.isa.mmla is None else ()):
             T.buffer_store(a, digit, [m, T.ramp(body.place(k, half), 1, _STEP)])
         for half in range(0 if body.isa.mmla is None else 2):
-            mixed = [_STEP * digit + _HALF * half + i for digit in range(2) for i in range(_HALF)]
-            T.buffer_store(a, T.Shuffle(both, mixed), [m, T.ramp(2 * k + _STEP * half, 1, _STEP)])
+            T.buffer_store(a, T.Shuffle(both, by_eight(half)), [m, T.ramp(2 * k + _STEP * half, 1, _STEP)])
 
     @T.inline
     def prepare(at, m):
@@ -167,3 +166,8 @@ def splitting(body: DigitProducts, columns: int, fill: Any) -> Any:
             at.factor[m, g] = scale[0]
 
     return prepare
+
+
+def by_eight(half: int) -> list[int]:
+    """Return where a half of two registers of sixteen bytes lies that are mixed: eight of one, then of the other."""
+    return [_STEP * which + _HALF * half + i for which in range(2) for i in range(_HALF)]

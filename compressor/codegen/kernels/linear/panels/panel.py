@@ -21,7 +21,7 @@ from tvm.script import tirx as T
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.codes import centred, code_quad
 from compressor.codegen.kernels.linear.blocks import vector_block
-from compressor.codegen.kernels.linear.digits import DigitProducts
+from compressor.codegen.kernels.linear.digits import DigitProducts, by_eight
 from compressor.codegen.kernels.linear.products import Products
 from compressor.codegen.kernels.linear.weights import Weight
 from compressor.codegen.kernels.vector import splat
@@ -124,7 +124,7 @@ class PanelProducts(Products):
 
 
 class MatrixProducts(PanelProducts):
-    """Products of a panel by ``mmla``: eight columns of two rows and two tokens."""
+    """Products of a panel by ``mmla``: eight columns of two rows and two tokens, whose activations are mixed."""
 
     def _store(self, panel: Any, two: Any, part: int, pair: list[Any]) -> None:
         for half in range(2):
@@ -146,12 +146,8 @@ class MatrixProducts(PanelProducts):
     ) -> None:  # fmt: skip
         """Add sixteen columns: of tokens t and t + 1, ``acc[t]`` has the rows 4 i and 4 i + 1, the next the others."""
         assert n_tiles == 1 and self.isa.mmla is not None
-        rows = [self._activations(a, m0 + t, c, "int64x2") for t in range(n_tokens)]
         for half in range(2):
-            acts = [
-                T.bind(T.Shuffle([one, other], [half, 2 + half]))
-                for one, other in zip(rows[::2], rows[1::2], strict=True)
-            ]
+            acts = [self._activations(a, (m0 + t) // 2, 2 * c + half, "int8x16") for t in range(0, n_tokens, 2)]
             for k in range(TILE_ROWS // 2):
                 word = T.bind(codes[first, 4 * c + 2 * half + k // 4, T.ramp(k % 4 * _LANES, 1, _LANES)])
                 at = T.ramp(k // 2 * _LANES, 1, _LANES)
@@ -187,8 +183,10 @@ def by_panels(shape: Any, store: Any, kind: type[PanelProducts]) -> Any:
     body = kind(weights.rows[0], shape.columns, shape.body.fmt, shape.body.isa)
     block = vector_block(replace(shape, body=body, given=body), store)
 
+    mix = _mixing(body.chunks)
+
     @T.inline
-    def many(at, tokens, _turned):
+    def multiply(at, tokens, _turned):
         for i in T.parallel(weights.steps(1)):
             weight, first = T.meta_var(weights.of_task(i, 1))
             panel = T.alloc_buffer(body.words(), "int32")
@@ -196,7 +194,28 @@ def by_panels(shape: Any, store: Any, kind: type[PanelProducts]) -> Any:
             for j in range((tokens + (step - 1)) // step):
                 block(at, tokens, _of_panel(weight, panel), first, 1, j * step, step)
 
-    return many
+    @T.inline
+    def by_pairs(at, tokens, turned):
+        pairs = T.alloc_buffer(((tokens + step) // 2, 2 * _STEP * body.chunks), "int8")
+        for p in T.parallel((tokens + 1) // 2):
+            mix(pairs, at.planes, p)
+        mixed = T.meta_var(replace(at, planes=pairs))
+        multiply(mixed, tokens, turned)
+
+    return by_pairs if kind is MatrixProducts else multiply
+
+
+def _mixing(chunks: int) -> Any:
+    """Make a macro that mixes the activations of two tokens: eight columns of one, then of the other."""
+
+    @T.inline
+    def mix(pairs, a, p):
+        for c in range(chunks):
+            both = T.meta_var([T.bind(a[2 * p + t, T.ramp(c * _STEP, 1, _STEP)]) for t in range(2)])
+            for half in T.unroll(2):
+                pairs[p, T.ramp((2 * c + half) * _STEP, 1, _STEP)] = T.Shuffle(both, by_eight(half))
+
+    return mix
 
 
 def _of_panel(weight: Weight, panel: Any) -> Weight:
