@@ -181,9 +181,7 @@ def by_panels(shape: Any, store: Any, kind: type[PanelProducts]) -> Any:
     """
     weights, step = shape.weights, shape.step
     body = kind(weights.rows[0], shape.columns, shape.body.fmt, shape.body.isa)
-    block = vector_block(replace(shape, body=body, given=body), store)
-
-    mix = _mixing(body.chunks)
+    block, mix = vector_block(replace(shape, body=body, given=body), store), _mixing(body.chunks)
 
     @T.inline
     def multiply(at, tokens, _turned):
