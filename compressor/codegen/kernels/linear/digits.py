@@ -61,8 +61,13 @@ def products(body: Products, columns: int) -> Products:
     return DigitProducts(TILE_ROWS * body.tiles, columns, by_digit, body.isa)
 
 
-def tokens(isa: Isa) -> tuple[int, ...]:
-    """Return the tokens of blocks, the best first: products by several instructions take registers for themselves."""
+def tokens(fmt: Format, isa: Isa) -> tuple[int, ...]:
+    """Return the tokens of a prompt's blocks by a tile, the best first, on a machine of four lanes and 32 registers.
+
+    Sums take four registers a token, of digits eight; products by several instructions take some for themselves.
+    """
+    if not reads(fmt, isa):
+        return (4, 6)
     return (3, 2) if "asimddp" in isa.cpu_flags else (2, 3)
 
 

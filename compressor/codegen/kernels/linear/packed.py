@@ -2,11 +2,10 @@
 
 Integer path: activations become int8 codes, dot products run in int32 within a group of columns, by bytes, by AMX's
 tiles or by bit planes, and one float multiply-add a group applies the scales.  Float path: activations stay as they
-are, or become the floats that they round to, and codes become floats in registers; or both stay integers, activations
-as :mod:`~compressor.codegen.kernels.linear.digits`.  A single token takes a loop over ``gemv_tiles`` tiles of 16
-rows; several tokens take a loop over blocks of ``gemm_tokens`` tokens that unpacks each code once a block, or, where
-columns are left out, the way of :mod:`~compressor.codegen.kernels.linear.prompts`.  Where single weights are, a task
-expands its tiles first (:mod:`~compressor.codegen.kernels.linear.expand`).
+are, or become the floats that they round to, and codes become floats in registers; or activations become integers as
+:mod:`~compressor.codegen.kernels.linear.digits`.  One token takes a loop over ``gemv_tiles`` tiles of 16 rows; several
+take one over blocks of ``gemm_tokens`` that unpacks each code once a block.  Weights that lack columns or single
+numbers: :mod:`~compressor.codegen.kernels.linear.prompts`, :mod:`~compressor.codegen.kernels.linear.expand`.
 """
 
 from __future__ import annotations
@@ -75,15 +74,13 @@ def gemv_space(tiles: int, fmt: Format, isa: Isa) -> list[Schedule]:
 def gemm_space(tiles: int, gemv_tiles: int, fmt: Format, isa: Isa) -> list[Schedule]:
     """Schedules that differ in what several tokens take; the default first.
 
-    AMX has one: two tiles by blocks of tokens that fit the cache.  Otherwise a chunk is unrolled over its columns,
-    tiles and tokens: formats with long chunks take smaller blocks, since the time to compile grows with the square of
-    the statements.
+    AMX has one: two tiles by blocks of tokens that fit the cache.  Otherwise a chunk is unrolled over columns, tiles
+    and tokens, and long ones take smaller blocks: the time to compile grows with the square of the statements.
     """
     if not amx_tiles.supports(fmt, isa):
         return [Schedule(gemv_tiles, 2 - tiles % 2, TOKENS)]
-    if isa.lanes < 8 and not blocks.supports(isa):  # a tile's sums are four of 32 registers, of digits eight
-        counts = digits.tokens(isa) if digits.reads(fmt, isa) else (4, 6)
-        return [Schedule(gemv_tiles, 1, m) for m in counts]
+    if isa.lanes < 8 and not blocks.supports(isa):
+        return [Schedule(gemv_tiles, 1, m) for m in digits.tokens(fmt, isa)]
     quads = fmt.chunk_columns // 4
     space = [(n, m) for n, m in ((4, 4), (2, 8), (1, 16), (2, 4)) if n * m * quads <= 64 and tiles % n == 0]
     space.insert(0 if fmt.integer_products else 1, _GEMM_DEFAULT)  # floats gain more from sharing what is unpacked
