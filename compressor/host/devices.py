@@ -33,7 +33,7 @@ class DeviceFigures:
         """Return the least seconds of an operation or a byte, as a roofline takes them; caches are not counted on.
 
         ``peak_digits_op`` is of an integer by a float that may be two digits of eight bits
-        (:mod:`compressor.codegen.kernels.linear.panels.digits`).
+        (:mod:`compressor.codegen.kernels.linear.digits`).
         """
         flop, int8, read = 1 / self.flop_per_s, 1 / self.int8_ops_per_s, 1 / self.read_bytes_per_s
         peaks = {"peak_flop": flop, "peak_int8_op": int8, "peak_digits_op": min(flop, 2 * int8)}

@@ -109,14 +109,18 @@ class PanelProducts(Products):
         """Add sixteen columns of a tile and every token."""
         times = self.isa.signed4
         assert n_tiles == 1 and times is not None
-        acts = [self._activations(a, m0 + t, c, "int32x4") for t in range(n_tokens)]
+        given = self._operands(a, m0, c, n_tokens)
         for quad in range(_STEP // 4):
             for part in range(0, TILE_ROWS, _LANES):
                 at = T.ramp(part, 1, _LANES)
                 word = T.bind(codes[first, 4 * c + quad, at])
-                for t, four in enumerate(acts):
-                    value = times(acc[t][0, at], word, T.Shuffle([four], [quad] * _LANES))
-                    T.buffer_store(acc[t], value, [0, at])
+                for t, row, four in given:
+                    value = times(acc[t][row, at], word, T.Shuffle([four], [quad] * _LANES))
+                    T.buffer_store(acc[t], value, [row, at])
+
+    def _operands(self, a: Any, m0: Any, c: Any, n_tokens: int) -> list[tuple[int, int, Any]]:
+        """Return registers of activations, each with its token and the row of that token's sums."""
+        return [(t, 0, self._activations(a, m0 + t, c, "int32x4")) for t in range(n_tokens)]
 
     @staticmethod
     def _activations(a: Any, token: Any, c: Any, kind: str) -> Any:
@@ -137,8 +141,9 @@ class MatrixProducts(PanelProducts):
     ) -> None:
         """Set the sums to zero, and keep what the end of the group adds."""
         self._zeros = [self.minus_zeros(sums[m0 + t, g], zeros, first, g, at) for t, _, at in self.lanes(n_tokens, 1)]
-        for t, n, at in self.lanes(n_tokens, n_tiles):
-            T.buffer_store(acc[t], splat(0, _LANES), [n, at])
+        for t, _, at in self.lanes(n_tokens, 1):
+            for row in range(self.accumulators):
+                T.buffer_store(acc[t], splat(0, _LANES), [row, at])
 
     def add_chunk(
         self, acc: Any, a: Any, codes: Any, values: Any, table: Any, first: Any, m0: Any, c: Any, n_tokens: int,
@@ -147,13 +152,21 @@ class MatrixProducts(PanelProducts):
         """Add sixteen columns: of tokens t and t + 1, ``acc[t]`` has the rows 4 i and 4 i + 1, the next the others."""
         assert n_tiles == 1 and self.isa.mmla is not None
         for half in range(2):
-            acts = [self._activations(a, (m0 + t) // 2, 2 * c + half, "int8x16") for t in range(0, n_tokens, 2)]
+            acts = [self._activations(a, row, 2 * c + half, "int8x16") for row in self._rows(m0, n_tokens)]
             for k in range(TILE_ROWS // 2):
                 word = T.bind(codes[first, 4 * c + 2 * half + k // 4, T.ramp(k % 4 * _LANES, 1, _LANES)])
                 at = T.ramp(k // 2 * _LANES, 1, _LANES)
                 for p, two in enumerate(acts):
-                    total = acc[2 * p + k % 2]
-                    T.buffer_store(total, self.isa.mmla(total[0, at], word, two), [0, at])
+                    t, row = self._sums(p, k)
+                    T.buffer_store(acc[t], self.isa.mmla(acc[t][row, at], word, two), [row, at])
+
+    def _rows(self, m0: Any, n_tokens: int) -> list[Any]:
+        """Return the rows of activations that a block reads: one for two tokens."""
+        return [(m0 + t) // 2 for t in range(0, n_tokens, 2)]
+
+    def _sums(self, p: int, k: int) -> tuple[int, int]:
+        """Return the token and the row of its sums that take the products of row ``p`` and the pair ``k`` of rows."""
+        return 2 * p + k % 2, 0
 
     def end_group(
         self, out: Any, acc: Any, sums: Any, scales: Any, factor: Any, first: Any, m0: Any, g: Any, n_tokens: int,
