@@ -19,7 +19,7 @@ from compressor.codegen.kernels.n_of_m import supports as n_of_m_supports
 from compressor.codegen.kernels.skipping.linear import skipping_linear
 from compressor.codegen.kernels.top_k import top_k
 from compressor.codegen.lowering.phases import phases
-from compressor.codegen.tir_pipeline import PIPELINE
+from compressor.codegen.machine_code.tir_pipeline import PIPELINE
 from compressor.formats.extras import KeptOfGroup, SkippedInputs
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
