@@ -62,7 +62,7 @@ class ObjectStore:
 
     def trim(self) -> None:
         """Remove what was not used for longest, if there is more than is kept."""
-        found = sorted(self._objects(), key=lambda one: one.used)
+        found = sorted(self.objects(), key=lambda one: one.used)
         total = sum(one.size_bytes for one in found)
         most = total if total <= self._most_bytes else _LEFT * self._most_bytes
         for one in found:
@@ -74,16 +74,13 @@ class ObjectStore:
     def prune(self, older_than_days: float = 0.0) -> list[Object]:
         """Remove what was last used at least that many days ago; return it."""
         limit = time.time() - older_than_days * 86400
-        removed = [one for one in self._objects() if one.used <= limit]
+        removed = [one for one in self.objects() if one.used <= limit]
         for one in removed:
             one.path.unlink(missing_ok=True)
         return removed
 
-    def size_bytes(self) -> int:
-        """Return what all objects take."""
-        return sum(one.size_bytes for one in self._objects())
-
-    def _objects(self) -> Iterator[Object]:
+    def objects(self) -> Iterator[Object]:
+        """List what is kept."""
         for path in self.folder.glob("*.o"):
             with contextlib.suppress(OSError):  # another run may remove it at this moment
                 state = path.stat()
