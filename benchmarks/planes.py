@@ -22,8 +22,8 @@ from compressor_runtime.speculation.cost import forecast
 from rows import QUANTILE, clock_of, weights
 
 from compressor.codegen.kernels.linear import packed
+from compressor.codegen.machine_code.tir_pipeline import PIPELINE
 from compressor.codegen.targets.x86 import X86
-from compressor.codegen.tir_pipeline import PIPELINE
 from compressor.formats.extras import TwoPlanes
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS

@@ -24,9 +24,9 @@ import tvm
 from compressor_runtime import configure_threads
 
 from compressor.codegen.kernels.linear import packed
+from compressor.codegen.machine_code.tir_pipeline import PIPELINE
 from compressor.codegen.peaks import measure_peaks
 from compressor.codegen.targets.x86 import X86
-from compressor.codegen.tir_pipeline import PIPELINE
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 

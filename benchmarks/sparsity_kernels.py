@@ -35,8 +35,8 @@ from peers.libxsmm import Product
 from peers.libxsmm import load as load_libxsmm
 
 from compressor.codegen.kernels.linear import packed as packed_linear
+from compressor.codegen.machine_code.tir_pipeline import PIPELINE
 from compressor.codegen.targets.x86 import ISAS, X86
-from compressor.codegen.tir_pipeline import PIPELINE
 from compressor.formats.extras import ColumnBlocks
 from compressor.formats.format import Format
 from compressor.formats.packing import leave_out

@@ -22,8 +22,8 @@ from rows import QUANTILE, clock_of, weights
 from compressor.codegen.isa import Isa
 from compressor.codegen.kernels.linear import packed
 from compressor.codegen.kernels.linear.weights import Apart, Weights
+from compressor.codegen.machine_code.tir_pipeline import PIPELINE
 from compressor.codegen.targets.x86 import ISAS, X86
-from compressor.codegen.tir_pipeline import PIPELINE
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
 

@@ -21,8 +21,8 @@ os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "0")  # two test workers sha
 gc.set_threshold(10_000)
 
 from missing import skip_or_fail  # noqa: E402
+from own_caches import share_kernels, share_prices  # noqa: E402
 from pages import browser, made, open_page, serve  # noqa: E402, F401 (fixtures)
-from prices import share_prices  # noqa: E402
 from whole import always_runs  # noqa: E402
 
 
@@ -137,6 +137,7 @@ def own_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         is_worker = hasattr(request.config, "workerinput")  # of pytest-xdist; a test may start a pytest of its own
         session = folder.parent.parent if is_worker else folder.parent
         share_prices(patch, session)
+        share_kernels(folder, session)
         patch.setenv("COMPRESS_CACHE_DIR", str(folder))
         yield folder
 

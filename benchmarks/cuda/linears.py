@@ -105,8 +105,8 @@ def compile_kernel(function: Any, library: Path) -> dict[str, Any]:
     import tvm
 
     from compressor.codegen.gpu.toolchain import device_code
+    from compressor.codegen.machine_code.tir_pipeline import PIPELINE
     from compressor.codegen.targets.cuda import Cuda
-    from compressor.codegen.tir_pipeline import PIPELINE
 
     target = Cuda("sm_90")
     module = tvm.IRModule({"kernel": function.with_attr("global_symbol", "kernel")})

@@ -143,7 +143,8 @@ _NAMES: Mapping[str, Callable[[], Iterable[str]]] = {
 
 
 def cached() -> dict[str, Any]:
-    """List the finished segments in the cache, by model and pass."""
+    """List the finished segments in the cache, by model and pass, and count the kernels beside them."""
+    from compressor.codegen.machine_code.store import ObjectStore
     from compressor.pipeline.segment_cache import SegmentCache
 
     results, rows = SegmentCache(), dict[str, dict[str, Any]]()
@@ -153,7 +154,14 @@ def cached() -> dict[str, Any]:
         row["blocks"] += 1
         row["bytes"] += entry.size_bytes
     total_bytes = sum(row["bytes"] for row in rows.values())
-    return {"folder": str(results.folder), "total_bytes": total_bytes, "results": list(rows.values())}
+    kernels = list(ObjectStore().objects())
+    return {
+        "folder": str(results.folder),
+        "total_bytes": total_bytes,
+        "kernels": len(kernels),
+        "kernel_bytes": sum(one.size_bytes for one in kernels),
+        "results": list(rows.values()),
+    }
 
 
 def describe(name: str) -> dict[str, Any]:

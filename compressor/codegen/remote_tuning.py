@@ -20,7 +20,7 @@ import tvm
 from numpy.typing import NDArray
 
 from compressor.codegen.isa import Isa
-from compressor.codegen.tir_pipeline import PIPELINE
+from compressor.codegen.machine_code.tir_pipeline import PIPELINE
 from compressor.codegen.tuning import S, Tuner, fields_of
 from compressor.errors import CompressorError
 from compressor.host.remote.address import DeviceAddress

@@ -19,7 +19,7 @@ import tvm
 from compressor_runtime import configure_threads
 from numpy.typing import NDArray
 
-from compressor.codegen.tir_pipeline import PIPELINE
+from compressor.codegen.machine_code.tir_pipeline import PIPELINE
 from compressor.errors import DriftError
 from compressor.host.cache import cache_folder, merge_entries, read_entries
 from compressor.host.resources import PACKAGE

@@ -5,10 +5,12 @@ Each graph to time becomes a bundle as any other, and all are timed in turns, so
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,10 +31,25 @@ from compressor.recipe.recipe import Recipe
 from compressor.run.native import NativeBackend
 from compressor.runtime import load
 
-_ROUNDS, _STEPS = 40, 12
-"""Rounds in which each takes its turn, and the steps of a turn, the first of which is not counted."""
+_STEPS = 12
+"""Steps of a turn, the first of which is not counted: another one's weights are in the caches."""
+_ROUNDS, _SECONDS = 40, 2.0
+"""Rounds that are run at least, and seconds for each that takes its turn in them."""
 _LEAST_ROUNDS, _LONG_S = 15, 60.0
 """Rounds that are run however long they take, and the seconds after which the others are left out."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is timed of one graph.
+
+    Attributes:
+        rewind: called before the first step of a turn: every turn has the same tokens in front of it.
+        step: one step, or one image.
+    """
+
+    rewind: Callable[[], object]
+    step: Callable[[], object]
 
 
 class Steps:
@@ -69,9 +86,9 @@ class Steps:
                 folder.mkdir()
                 turns.append(self._started(graph, folder))
                 task.advance()
-            return _in_turns(turns, _rounds(graphs[0]))
+            return in_turns(turns)
 
-    def _started(self, graph: GraphModule, folder: Path) -> Callable[[], Any]:
+    def _started(self, graph: GraphModule, folder: Path) -> Turn:
         """Make a bundle and return what runs one step of it behind a text, or one image."""
         backend = make_backend(self._recipe.target.build(), self._threads)
         backend.compile(graph, self._recipe.tune, None, lambda _isa: None)
@@ -80,12 +97,19 @@ class Steps:
         if not _generates(graph):
             shapes: Any = [node.meta["val"].shape for node in graph.graph.find_nodes(op="placeholder")]
             sizes = [1 if not isinstance(size, int) else size for size in shapes[0]]
-            return partial(bundle.run, np.random.default_rng(0).standard_normal(sizes, dtype=np.float32))
-        prompt = _context(graph)
-        session = bundle.session(capacity=prompt + _rounds(graph) * _STEPS)
+            image = np.random.default_rng(0).standard_normal(sizes, dtype=np.float32)
+            return Turn(lambda: None, partial(bundle.run, image))
+        prompt, token = _context(graph), np.ones((1, 1), np.int64)
+        session = bundle.session(capacity=prompt + _STEPS)
         ids = np.random.default_rng(0).integers(0, graph.meta["model"].vocab_size, (1, prompt), dtype=np.int64)
         session.step(ids)
-        return partial(session.step, np.ones((1, 1), np.int64))
+
+        def rewind() -> None:
+            session.position = 0 if graph.meta["model"].states else prompt
+            if not session.position:  # recurrent layers keep no earlier state
+                session.step(ids)
+
+        return Turn(rewind, partial(session.step, token))
 
 
 class Peaks:
@@ -118,40 +142,37 @@ def _generates(graph: GraphModule) -> bool:
     return bool(graph.meta["model"].generates)
 
 
-def _rounds(graph: GraphModule) -> int:
-    """Return the rounds that fit into half of a model's positions, if it states a limit."""
-    positions = graph.meta["model"].max_positions
-    return max(1, min(_ROUNDS, positions // 2 // _STEPS)) if positions else _ROUNDS
-
-
 def _context(graph: GraphModule) -> int:
     """Return the tokens in front of the steps that are timed, as the speed of bundles is measured."""
     positions = graph.meta["model"].max_positions
-    return max(1, min(PROMPT_TOKENS, positions - _rounds(graph) * _STEPS)) if positions else PROMPT_TOKENS
+    return max(1, min(PROMPT_TOKENS, positions - _STEPS)) if positions else PROMPT_TOKENS
 
 
-def _in_turns(turns: Iterable[Callable[[], Any]], rounds: int) -> list[float]:
+def in_turns(turns: Sequence[Turn]) -> list[float]:
     """Return the seconds of a step of each; they take turns.
 
-    Other processes and other guests of the machine only ever add to a step, and come and go within seconds.  So the
-    best step of each turn is compared with that of the first one in the same round, and the median is taken of rounds.
+    Other processes and other guests of the machine come and go within seconds, and change its speed.  So the median
+    step of each turn is compared with that of the first one in the same round, and the median is taken of rounds
+    (docs/decisions/0147-times-by-rounds.md).
     """
-    runs, best, begin = list(turns), list[list[float]](), time.perf_counter()
-    for number in range(rounds):
-        if number >= _LEAST_ROUNDS and time.perf_counter() - begin > _LONG_S:
+    found, begin = list[list[float]](), time.perf_counter()
+    while True:
+        found.append([_median_step(turn) for turn in turns])
+        taken, rounds = time.perf_counter() - begin, len(found)
+        if rounds >= _LEAST_ROUNDS and (taken > _LONG_S or (rounds >= _ROUNDS and taken > _SECONDS * len(turns))):
             break
-        best.append([_best_step(run) for run in runs])
-    found = np.array(best)
-    level = float(np.median(found[:, 0]))
-    return [level * float(share) for share in np.median(found / found[:, :1], axis=0)]
+    level = float(np.median(found, axis=0)[0])
+    shares = np.array(found) / np.array(found)[:, :1]
+    return [level * float(share) for share in np.median(shares, axis=0)]
 
 
-def _best_step(run: Callable[[], Any]) -> float:
-    """Return the seconds of the fastest step of a turn."""
-    run()  # another one's weights are in the caches
+def _median_step(turn: Turn) -> float:
+    """Return the seconds of the median step of a turn."""
+    turn.rewind()
+    turn.step()
     seconds = []
     for _ in range(_STEPS - 1):
         begin = time.perf_counter()
-        run()
+        turn.step()
         seconds.append(time.perf_counter() - begin)
-    return min(seconds)
+    return statistics.median(seconds)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from prices import with_prices
+from own_caches import with_prices
 from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB, save_model
 from torch.fx import GraphModule

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from prices import with_prices
+from own_caches import with_prices
 from tokenizers import Tokenizer, models, pre_tokenizers
 from warm import WarmCommand, WarmRun, warm_command
 

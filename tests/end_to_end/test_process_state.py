@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch._dynamo  # what these libraries do to the process when they are imported is their own affair
 import transformers
-from prices import with_prices
+from own_caches import with_prices
 
 import compressor
 import compressor.run.job

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from prices import with_prices
+from own_caches import with_prices
 
 
 class Scratch:

@@ -35,7 +35,7 @@ from compressor.pipeline.structured.costs.memory import peaks
 from compressor.pipeline.structured.costs.times import Costing
 from compressor.progress import Silent
 from compressor.recipe.recipe import Recipe
-from compressor.run.steps import Peaks, Steps, _in_turns
+from compressor.run.steps import Peaks, Steps, Turn, in_turns
 from compressor.search.space import alternatives, uniform
 from compressor.training.settings import split
 
@@ -255,18 +255,21 @@ def test_images_are_timed_on_kernels() -> None:
     assert 0 < seconds < 1 and told == "measured on this machine, one at a time"
 
 
-def test_what_other_processes_add_to_most_steps_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_slows_the_machine_and_single_steps_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     now, numbers, turns = [0.0], itertools.count(), itertools.count()
     monkeypatch.setattr("compressor.run.steps.time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def work(seconds: float) -> None:
-        """Take four times as long in the latter half of the rounds, in which the whole machine is slower."""
-        now[0] += seconds * (4 if next(turns) >= 2 * 12 * 4 else 1)
+        """Take four times as long in some of the rounds, in which the whole machine is slower."""
+        now[0] += seconds * (4 if next(turns) // (2 * 12) % 3 == 1 else 1)
 
     def disturbed() -> None:
-        work(6e-3 if next(numbers) % 3 else 2e-3)
+        work(2e-3 if next(numbers) % 3 else 6e-3)
 
-    assert _in_turns([lambda: work(1e-3), disturbed], 8) == pytest.approx([2.5e-3, 5e-3])
+    rewound, rest = list[str](), lambda: None
+    several = [Turn(lambda: rewound.append("first"), lambda: work(1e-3)), Turn(rest, disturbed)]
+    assert in_turns(several) == pytest.approx([1e-3, 2e-3])
+    assert len(rewound) == next(turns) // (2 * 12) and now[0] > 2 * 2.0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prices import with_prices
+from own_caches import with_prices
 from torch import nn
 
 from compressor.codegen.targets.x86 import X86

@@ -19,8 +19,8 @@ import tvm_ffi
 from missing import skip_or_fail
 
 from compressor.codegen.isa import Isa
+from compressor.codegen.machine_code.tir_pipeline import PIPELINE
 from compressor.codegen.targets.arm import EMULATED
-from compressor.codegen.tir_pipeline import PIPELINE
 
 _CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
 

@@ -25,9 +25,9 @@ from compressor.codegen.kernels.linear import digits
 from compressor.codegen.kernels.linear import packed as packed_linear
 from compressor.codegen.kernels.linear.tiles import supports as tiles_support
 from compressor.codegen.lowering.compile import Library
+from compressor.codegen.machine_code.tir_pipeline import PIPELINE
 from compressor.codegen.targets import x86
 from compressor.codegen.targets.x86 import X86
-from compressor.codegen.tir_pipeline import PIPELINE
 from compressor.formats.extras import ColumnBlocks, KeptOfGroup, SingleZeros
 from compressor.formats.format import Format
 from compressor.formats.layouts.columns import of_blocks
@@ -300,7 +300,7 @@ def check_special(
 
 
 class Program:
-    """Library that runs in this process, without being linked."""
+    """Library that runs in this process."""
 
     def __init__(self, graph: GraphModule, library: Library) -> None:
         self.vm = relax.VirtualMachine(library.executable, tvm.cpu())

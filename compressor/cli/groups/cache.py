@@ -1,4 +1,4 @@
-"""The command `cache`: finished blocks that later runs can reuse."""
+"""The command `cache`: finished blocks and kernels that later runs can reuse."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ DAYS = _Days(0)
 
 @click.group()
 def cache() -> None:
-    """Show or empty the cache of finished blocks, in COMPRESS_CACHE_DIR or the user's cache folder."""
+    """Show or empty the cache of finished blocks and kernels, in COMPRESS_CACHE_DIR or the user's cache folder."""
 
 
 @cache.command("list")
 @json_option
 @reported
 def cache_list(as_json: bool) -> None:
-    """List the finished blocks, the most recently used first."""
+    """List the finished blocks, the most recently used first, and count the kernels."""
     from compressor.cli.catalogue import cached
     from compressor.cli.show_run import show_inspection
 
@@ -45,9 +45,12 @@ def cache_list(as_json: bool) -> None:
 @json_option
 @reported
 def cache_prune(older_than: float, as_json: bool) -> None:
-    """Remove finished blocks, and what killed runs left; runs that use one keep it."""
+    """Remove finished blocks, kernels, and what killed runs left; runs that use one keep it."""
+    from compressor.codegen.machine_code.store import ObjectStore
     from compressor.pipeline.segment_cache import SegmentCache
 
-    removed = SegmentCache().prune(older_than)
-    content = {"removed_blocks": len(removed), "removed_bytes": sum(entry.size_bytes for entry in removed)}
-    emit(as_json, content, lambda: click.echo(f"removed {len(removed)} blocks, {content['removed_bytes']} bytes"))
+    blocks, kernels = SegmentCache().prune(older_than), ObjectStore().prune(older_than)
+    total = sum(entry.size_bytes for entry in (*blocks, *kernels))
+    content = {"removed_blocks": len(blocks), "removed_kernels": len(kernels), "removed_bytes": total}
+    told = f"removed {len(blocks)} blocks and {len(kernels)} kernels, {total} bytes"
+    emit(as_json, content, lambda: click.echo(told))

@@ -12,8 +12,8 @@ from tvm import tirx
 from compressor.codegen.batch.collect import Wanted, distinct
 from compressor.codegen.gpu.toolchain import check_device_module, device_code, usage_of
 from compressor.codegen.isa import Isa
+from compressor.codegen.machine_code.tir_pipeline import PIPELINE
 from compressor.codegen.target import NativeTarget
-from compressor.codegen.tir_pipeline import PIPELINE
 from compressor.errors import ToolchainError, VerificationError
 
 

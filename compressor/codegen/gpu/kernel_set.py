@@ -20,7 +20,7 @@ from compressor.codegen.gpu.toolchain import check_device_module, device_code, u
 from compressor.codegen.isa import Isa
 from compressor.codegen.lowering.kernel_set import KernelSet, LinearKernels
 from compressor.codegen.lowering.phases import phases
-from compressor.codegen.tir_pipeline import PIPELINE
+from compressor.codegen.machine_code.tir_pipeline import PIPELINE
 from compressor.formats.extras import ColumnBlocks, KeptOfGroup
 from compressor.formats.format import Format
 

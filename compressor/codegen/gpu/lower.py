@@ -16,7 +16,7 @@ from tvm_ffi import structural_map, structural_walk
 
 from compressor.codegen.kernels.vector import is_nan
 from compressor.codegen.lowering.elementwise import inlined
-from compressor.codegen.tir_pipeline import has_blocks
+from compressor.codegen.machine_code.tir_pipeline import has_blocks
 from compressor.errors import VerificationError
 
 THREADS = 256

@@ -16,7 +16,7 @@ from tvm_ffi import structural_map
 
 from compressor.codegen.kernels.norm import PARALLEL_FROM
 from compressor.codegen.kernels.vector import erf, exp, is_nan
-from compressor.codegen.tir_pipeline import has_blocks
+from compressor.codegen.machine_code.tir_pipeline import has_blocks
 
 _UNROLLED = 8  # vectors of the innermost axis
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import tvm
@@ -19,7 +19,7 @@ from compressor.codegen.kernels.n_of_m import supports as n_of_m_supports
 from compressor.codegen.kernels.skipping.linear import skipping_linear
 from compressor.codegen.kernels.top_k import top_k
 from compressor.codegen.lowering.phases import phases
-from compressor.codegen.tir_pipeline import PIPELINE
+from compressor.codegen.machine_code.objects import build_executable
 from compressor.formats.extras import KeptOfGroup, SkippedInputs
 from compressor.formats.format import Format
 from compressor.formats.parts import TILE_ROWS
@@ -29,6 +29,8 @@ Generate = Callable[[tvm.IRModule, tvm.target.Target], tuple[Any, Callable[[str]
 Phases = Callable[[], list[tuple[str, tvm.transform.Pass]]]
 TUNED_TOKENS = 64
 """Schedules for CPUs are chosen for one token, and then for so many."""
+_REMEMBERED = 48
+"""Packed linears whose TIR is kept, for candidates that are timed one after another: to write one takes 0.1 s."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class KernelSet:
 
 def _generate(mod: tvm.IRModule, target: tvm.target.Target) -> tuple[Any, Callable[[str], dict[str, Any]]]:
     """Generate a CPU's code; nothing is known of it."""
-    return tvm.compile(mod, target, relax_pipeline=None, tir_pipeline=PIPELINE), lambda _name: {}
+    return build_executable(mod, target), lambda _name: {}
 
 
 def _dense_choices(_rows: int, _columns: int, _storage: str) -> list[Choice]:
@@ -124,13 +126,16 @@ def _dense_choices(_rows: int, _columns: int, _storage: str) -> list[Choice]:
     return [Choice(1, lambda _schedule: dense.gemv_space()), many]
 
 
+_written_linear = lru_cache(_REMEMBERED)(packed_linear.fused_linear)
+
+
 def cpu_kernels(isa: Isa) -> KernelSet:
     """Return the kernels for a CPU's instruction set."""
 
     def fused_linear(
-        rows: Any, columns: Any, fmt: Any, has_bias: bool, schedule: Any, **ends: Any
+        rows: Sequence[int], columns: int, fmt: Format, has_bias: bool, schedule: Any, **ends: Any
     ) -> tvm.tirx.PrimFunc:
-        return packed_linear.fused_linear(rows, columns, fmt, has_bias, isa, schedule, **ends)
+        return _written_linear(tuple(rows), columns, fmt, has_bias, isa, schedule, **ends)
 
     def packed_routed(
         routing: Any, rows: int, columns: int, fmt: Format, has_bias: bool, schedule: Any

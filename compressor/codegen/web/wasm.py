@@ -20,7 +20,7 @@ from tvm.ir.instrument import pass_instrument
 from tvm_ffi import structural_map
 
 from compressor.codegen.isa import Isa
-from compressor.codegen.tir_pipeline import PIPELINE
+from compressor.codegen.machine_code.tir_pipeline import PIPELINE
 from compressor.codegen.web.elementwise import Generated
 from compressor.codegen.web.intrinsics import logarithm, power, sine
 from compressor.errors import ToolchainError, VerificationError

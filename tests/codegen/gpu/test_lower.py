@@ -17,7 +17,7 @@ from compressor.codegen.gpu.lower import ScheduleThreads
 from compressor.codegen.kernels.linear.weights import parameter
 from compressor.codegen.lowering.importer import error_context
 from compressor.codegen.lowering.phases import phases
-from compressor.codegen.tir_pipeline import PIPELINE
+from compressor.codegen.machine_code.tir_pipeline import PIPELINE
 from compressor.errors import VerificationError
 
 O = relax.op  # noqa: E741

@@ -31,9 +31,9 @@ from compressor.codegen.kernels.linear.prologue import Prologue
 from compressor.codegen.kernels.n_of_m import n_of_m_linear
 from compressor.codegen.kernels.skipping.linear import skipping_linear
 from compressor.codegen.lowering.compile import compile_graph
+from compressor.codegen.machine_code.tir_pipeline import PIPELINE
 from compressor.codegen.targets import x86
 from compressor.codegen.targets.x86 import X86
-from compressor.codegen.tir_pipeline import PIPELINE
 from compressor.formats.extras import KeptOfGroup, SkippedInputs
 from compressor.formats.format import Format
 from compressor.formats.packing import PackedWeight, skip_inputs

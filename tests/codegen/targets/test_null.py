@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from prices import with_prices
+from own_caches import with_prices
 
 from compressor.errors import GateError
 from compressor.recipe.recipe import Recipe

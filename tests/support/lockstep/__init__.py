@@ -25,7 +25,7 @@ from missing import skip_or_fail
 from tvm.target import Target
 
 from compressor.codegen.gpu import toolchain
-from compressor.codegen.tir_pipeline import PIPELINE
+from compressor.codegen.machine_code.tir_pipeline import PIPELINE
 from lockstep.compile import compile_kernels, compiler, home
 
 TARGET = {

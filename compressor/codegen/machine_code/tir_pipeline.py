@@ -9,7 +9,7 @@ from tvm import s_tir, tirx
 from tvm.ir.instrument import pass_instrument
 from tvm_ffi import structural_walk
 
-from compressor.codegen.divisions import DivideSizes
+from compressor.codegen.machine_code.divisions import DivideSizes
 
 PIPELINE = "compressor"
 """The pipeline's name, for :func:`tvm.compile` and :func:`tirx.build`."""
