@@ -50,7 +50,7 @@ def cache_prune(older_than: float, as_json: bool) -> None:
     from compressor.pipeline.segment_cache import SegmentCache
 
     blocks, kernels = SegmentCache().prune(older_than), ObjectStore().prune(older_than)
-    total = sum(entry.size_bytes for entry in (*blocks, *kernels))
+    total = sum(one.size_bytes for one in blocks) + sum(one.size_bytes for one in kernels)
     content = {"removed_blocks": len(blocks), "removed_kernels": len(kernels), "removed_bytes": total}
     told = f"removed {len(blocks)} blocks and {len(kernels)} kernels, {total} bytes"
     emit(as_json, content, lambda: click.echo(told))

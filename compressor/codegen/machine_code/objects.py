@@ -1,4 +1,4 @@
-"""Generate a CPU's code, each kernel an object file of its own, and take from the store what was generated before.
+"""Generate code for CPUs, each kernel an object file of its own, and take from the store what was generated before.
 
     TIR of a kernel, target, versions  --SHA-256-->  object in the store, or: TIR passes, LLVM  -->  object
 
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,9 @@ from compressor.codegen.machine_code.store import ObjectStore
 from compressor.codegen.machine_code.tir_pipeline import PIPELINE
 from compressor.version import installed_versions
 
+_MOST_THREADS = 8
+"""Kernels that are generated at once: each takes memory for its own module of LLVM."""
+
 
 def build_executable(mod: tvm.IRModule, target: tvm.target.Target, store: ObjectStore | None = None) -> Any:
     """Return TVM's executable of a module that has been through all phases.
@@ -33,37 +38,57 @@ def build_executable(mod: tvm.IRModule, target: tvm.target.Target, store: Object
     Args:
         store: of objects; None takes that of the cache folder.
     """
-    store = store or ObjectStore()
     attributes: Mapping[str, Any] = mod.attrs or {}
     builder = relax.ExecBuilder()
     rest = vm_build._vmcodegen(builder, mod)  # relax.build takes no code that is there already
     kernels = {var.name_hint: func for var, func in rest.functions.items() if isinstance(func, tirx.PrimFunc)}
-    given = f"{target.export()}\n{_versions()}\n"
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(available_cores()) as threads:
 
-        def made(name: str, func: tirx.PrimFunc) -> tuple[Any, bool]:
-            key, file = hashlib.sha256((given + tvm.ir.save_json(func)).encode()).hexdigest(), Path(scratch, name)
-            known = store.find(key)
-            if known is None:
-                tirx.build(tvm.IRModule({name: func}), target, pipeline=PIPELINE).write_to_file(str(file), "o")
-                _keep(store, key, file.read_bytes())
-            else:
-                file.write_bytes(known)
-            return tvm.runtime.load_static_library(str(file), [name]), known is not None
+    def make(name: str, func: tirx.PrimFunc) -> Any:
+        return tirx.build(tvm.IRModule({name: func}), target, pipeline=PIPELINE)
 
-        found = list(threads.map(made, kernels, kernels.values()))
-    if not all(was_known for _, was_known in found):
-        store.trim()
-    libraries, constants = [library for library, _ in found], dict(attributes.get("const_name_to_constant", {}))
+    with tempfile.TemporaryDirectory() as scratch:
+        found = kernel_objects(kernels, target, make, Path(scratch), store)
+        libraries = [tvm.runtime.load_static_library(str(path), [name]) for name, path in found.items()]
+    constants = dict(attributes.get("const_name_to_constant", {}))
     return vm_build._vmlink(builder, target, ext_libs=libraries, params=constants)
 
 
-def _keep(store: ObjectStore, key: str, content: bytes) -> None:
-    """Store an object if there is room: the next run generates it again otherwise, to the same bytes."""
-    try:
-        store.keep(key, content)
-    except OSError:
-        return
+def kernel_objects(
+    kernels: Mapping[str, tirx.PrimFunc],
+    target: tvm.target.Target,
+    make: Callable[[str, tirx.PrimFunc], Any],
+    folder: Path,
+    store: ObjectStore | None = None,
+) -> dict[str, Path]:
+    """Write the object file of each kernel, and return where it is.
+
+    Args:
+        kernels: by name.
+        make: a kernel's name and TIR -> TVM's module of its code; called for kernels that the store lacks, in threads.
+        folder: for the files.
+        store: None takes that of the cache folder.
+    """
+    store = store or ObjectStore()
+    source = hashlib.sha256(Path(inspect.getfile(make)).read_bytes()).hexdigest()
+    given, made = f"{target.export()}\n{source}\n{_versions()}\n", list[str]()
+
+    def write(number: int, name: str) -> Path:
+        key = hashlib.sha256((given + tvm.ir.save_json(kernels[name])).encode()).hexdigest()
+        path = folder / f"{number}.o"
+        if (known := store.find(key)) is not None:
+            path.write_bytes(known)
+            return path
+        make(name, kernels[name]).write_to_file(str(path), "o")
+        made.append(name)
+        with suppress(OSError):  # without room for it, the next run generates it again, to the same bytes
+            store.keep(key, path.read_bytes())
+        return path
+
+    with ThreadPoolExecutor(min(available_cores(), _MOST_THREADS)) as threads:
+        paths = list(threads.map(write, range(len(kernels)), kernels))
+    if made:
+        store.trim()
+    return dict(zip(kernels, paths, strict=True))
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from tvm.ir.instrument import pass_instrument
 from tvm_ffi import structural_map
 
 from compressor.codegen.isa import Isa
+from compressor.codegen.machine_code.objects import kernel_objects
 from compressor.codegen.machine_code.tir_pipeline import PIPELINE
 from compressor.codegen.web.elementwise import Generated
 from compressor.codegen.web.intrinsics import logarithm, power, sine
@@ -85,16 +86,9 @@ class WasmModule:
             ToolchainError: there is no linker.
             VerificationError: the linker failed, such as on a function that nothing provides.
         """
-        target = wasm_target(self._isa)
-        mod = tirx.transform.BindTarget(target)(tvm.IRModule(self._functions))
-        lower, finish, _ = tirx.get_tir_pipeline(PIPELINE)
-        with target, tvm.transform.PassContext(instruments=[_KeepParameters()]):
-            mod = lower(mod)
-        mod = tvm.IRModule({var: _opened(f) for var, f in mod.functions.items()}).with_attr("system_lib_prefix", "")
-        built = tvm.get_global_func("target.build.llvm")(finish()(mod), target)
         with tempfile.TemporaryDirectory() as folder:
-            code, output = Path(folder) / "kernels.o", Path(folder) / "kernels.wasm"
-            built.write_to_file(str(code), "o")
+            objects = kernel_objects(self._functions, wasm_target(self._isa), self._generated, Path(folder))
+            output = Path(folder) / "kernels.wasm"
             # Exporting __wasm_call_ctors keeps the linker from calling it: it would register functions with TVM.
             exports = [f"--export={name}" for name in (*self._functions, "__heap_base", "__wasm_call_ctors")]
             options = [
@@ -111,11 +105,21 @@ class WasmModule:
             imports = Path(folder) / "imports"
             imports.write_text("\n".join(IMPORTS), encoding="utf-8")
             options.append(f"--allow-undefined-file={imports}")
-            command = [*find_linker(), *options, *exports, str(code), "-o", str(output)]
+            command = [*find_linker(), *options, *exports, *map(str, objects.values()), "-o", str(output)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise VerificationError(f"linking WebAssembly failed: {done.stderr.strip()}; report it")
             return output.read_bytes()
+
+    def _generated(self, name: str, func: tirx.PrimFunc) -> tvm.runtime.Module:
+        """Generate a function's code."""
+        target = wasm_target(self._isa)
+        mod = tirx.transform.BindTarget(target)(tvm.IRModule({name: func}))
+        lower, finish, _ = tirx.get_tir_pipeline(PIPELINE)
+        with target, tvm.transform.PassContext(instruments=[_KeepParameters()]):
+            mod = lower(mod)
+        mod = tvm.IRModule({var: _opened(f) for var, f in mod.functions.items()}).with_attr("system_lib_prefix", "")
+        return tvm.get_global_func("target.build.llvm")(finish()(mod), target)
 
 
 def memory_flag(module: bytes) -> int:
