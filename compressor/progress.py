@@ -64,7 +64,7 @@ class LogReporter:
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream, self._began = stream or sys.stderr, time.monotonic()
         self._expected: dict[str, float] = {}  # of tasks to come, in their order
-        self._ended = self._began
+        self._since = self._began  # the first of them is to begin, or began
 
     @contextmanager
     def task(self, name: str, total: int) -> Iterator[Task]:
@@ -87,23 +87,24 @@ class LogReporter:
         finally:
             ended.set()
         if self._expected.pop(name, None) is not None:
-            self._ended = time.monotonic()
+            self._since = time.monotonic()
         self._write(f"{name} took {duration(time.monotonic() - began)}")
 
     def expect(self, seconds: Mapping[str, float]) -> None:
         """Name from now on how long each task and the whole run are to take."""
-        self._expected, self._ended = dict(seconds), time.monotonic()
+        self._expected, self._since = dict(seconds), time.monotonic()
 
     def _forget_before(self, name: str) -> None:
         """Drop what was to come before a task that begins: passes of several tasks, whose names are others."""
         if name in self._expected:
             names = list(self._expected)
             self._expected = {one: self._expected[one] for one in names[names.index(name) :]}
+            self._since = time.monotonic()
 
     def _rest(self) -> float:
         """Return the seconds that are left of the whole run."""
         first, *others = self._expected.values()
-        return max(0.0, first - (time.monotonic() - self._ended)) + sum(others)
+        return max(0.0, first - (time.monotonic() - self._since)) + sum(others)
 
     def note(self, text: str) -> None:
         """Write a line."""
