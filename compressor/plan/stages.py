@@ -295,7 +295,7 @@ def _streaming(step: PassPlan, graph: GraphModule, recipe: Recipe) -> Streaming 
         found.append(plan_calibration(graph, step.sites, spec.samples, length))
     if step.training is not None:
         found.append(plan_training(graph, step.training, step.sites, length))
-    if step.runs_samples or not found:
+    if step.runs_samples:
         forward, share = plan_forward(graph, spec.samples, length), step.forward_samples / spec.samples
         found.append(replace(forward, work={unit: share * amount for unit, amount in forward.work.items()}))
     return reduce(one_after_another, found)
