@@ -63,16 +63,17 @@ class LogReporter:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream, self._began = stream or sys.stderr, time.monotonic()
-        self._expected: dict[str, float] = {}
+        self._expected: dict[str, float] = {}  # of tasks to come, in their order
+        self._since = self._began  # the first of them is to begin, or began
 
     @contextmanager
     def task(self, name: str, total: int) -> Iterator[Task]:
         """Begin a task; its lines are written until the block ends."""
-        count = f" ({total} steps)" if total > 1 else ""
-        here, rest = self._expected.get(name), sum(self._expected.values())
-        expected = (
-            "" if here is None else f", takes about {duration(here)}; the whole run ends in about {duration(rest)}"
-        )
+        count, here = f" ({total} steps)" if total > 1 else "", self._expected.get(name)
+        self._forget_before(name)
+        expected = "" if here is None else f", takes about {duration(here)}"
+        if self._expected:
+            expected += f"{',' if here is None else ';'} the whole run ends in about {duration(self._rest())}"
         self._write(f"{name}{count} begins{expected}")
         began, task, ended = time.monotonic(), _Count(total), threading.Event()
 
@@ -85,12 +86,25 @@ class LogReporter:
             yield task
         finally:
             ended.set()
-        self._expected.pop(name, None)
+        if self._expected.pop(name, None) is not None:
+            self._since = time.monotonic()
         self._write(f"{name} took {duration(time.monotonic() - began)}")
 
     def expect(self, seconds: Mapping[str, float]) -> None:
         """Name from now on how long each task and the whole run are to take."""
-        self._expected = dict(seconds)
+        self._expected, self._since = dict(seconds), time.monotonic()
+
+    def _forget_before(self, name: str) -> None:
+        """Drop what was to come before a task that begins: passes of several tasks, whose names are others."""
+        if name in self._expected:
+            names = list(self._expected)
+            self._expected = {one: self._expected[one] for one in names[names.index(name) :]}
+            self._since = time.monotonic()
+
+    def _rest(self) -> float:
+        """Return the seconds that are left of the whole run."""
+        first, *others = self._expected.values()
+        return max(0.0, first - (time.monotonic() - self._since)) + sum(others)
 
     def note(self, text: str) -> None:
         """Write a line."""

@@ -30,7 +30,11 @@ _FORM = re.compile(r"[ -](SXM\d*|PCIe|NVL|HBM\w*|\d+ ?GB)\b.*")
 def gpu_kernels_digest() -> str:
     """Digest everything that decides the code of a linear's kernel for GPUs."""
     folder = PACKAGE / "codegen"
-    files = [folder / "tir_pipeline.py", folder / "gpu" / "intrinsics.py", *(folder / "gpu" / "linear").rglob("*.py")]
+    files = [
+        folder / "machine_code" / "tir_pipeline.py",
+        folder / "gpu" / "intrinsics.py",
+        *(folder / "gpu" / "linear").rglob("*.py"),
+    ]
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()[:12]
 
 

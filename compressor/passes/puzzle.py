@@ -4,8 +4,7 @@
           -> integer programme, one scenario after the other -> the best of a pool
 
 After Puzzle (Bercovich et al. 2024, arXiv 2411.19146).  Channels are sorted by importance once, each width is a prefix,
-and what reads it is refitted, then trained.  The chosen graph is dense and smaller: let `distill` follow, and passes
-that pack.
+and what reads it is refitted, then trained.  The chosen graph is dense: let `distill` follow, and passes that pack.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from compressor.pipeline.structured.architecture_formats import Problem, rounded
 from compressor.pipeline.structured.architecture_scores import Scores, check_held_out
 from compressor.pipeline.structured.architecture_search import Depth, Search, rank_removals, search
 from compressor.pipeline.structured.architecture_starts import sort_parts
+from compressor.pipeline.structured.costs.foreseen import searched_samples, timed_graphs
 from compressor.pipeline.structured.costs.memory import memory_counter
 from compressor.search.joint import check_schemes, set_chosen
 from compressor.search.knapsack import require_solver
@@ -99,11 +99,14 @@ class Puzzle(LimitOptions, SpaceOptions, CandidateOptions, Pass):
         """Return that the samples decide."""
         return False
 
-    def sample_runs(self, graph: GraphModule) -> float:
-        """Return the runs of all samples: to sort, to train, and half a run of those held out for each alternative."""
-        space = self._problem(graph).joined
-        fitted = (1 - self.held_out) * (2 if self.steps else 1)
-        return fitted + self.held_out * (1 + sum(len(row) - 1 for row in space) / 2)
+    def forward_samples(self, graph: GraphModule, samples: int) -> float:
+        """Return what sorting, training, ranking and scoring take."""
+        space, count = self._problem(graph).joined, min(samples, self.samples or samples)
+        return searched_samples(space, count, self.held_out, self.steps > 0, self.latency is not None)
+
+    def timed_graphs(self, graph: GraphModule) -> int:
+        """Return what a limit of time takes."""
+        return 0 if self.latency is None else timed_graphs(graph, self._problem(graph))
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:
         """Refuse other models than decoders and classifiers, an empty space, and limits that nothing of it meets."""
@@ -125,12 +128,10 @@ class Puzzle(LimitOptions, SpaceOptions, CandidateOptions, Pass):
         if self.steps:
             key = digest(ctx.state, _NAME, options, ctx.calibration(_NAME).sha256, ctx.seed)
             starts = train_candidates(graph, ctx, _NAME, parts, space, starts, fitted, self.settings, key)
-        scored: Starts = starts
         few = fitted[: len(held)]
-        if self.schemes:
-            scored = rounded_starts(graph, ctx, parts.layers, given.joined, starts, few)
+        scored: Starts = rounded_starts(graph, ctx, parts.layers, given.joined, starts, few) if self.schemes else starts
         turns = scenarios(given.joined, rank_removals(graph, ctx, _NAME, parts, space, few, self.depth))
-        scores, (fmt, _) = Scores(graph, parts.layers, scored, held), self._formats
+        scores, fmt = Scores(graph, parts.layers, scored, held), self._formats[0]
         wanted = Search(
             _NAME, parts, given.joined, scored, scores, given.limits, self.latency, memory, fmt, self.budgets, turns,
             options,

@@ -83,13 +83,13 @@ class SkipLayers(Pass):
             return True
         return are_alike([layer for layer in self._all(graph) if not layer.is_kept and not layer.reason])
 
-    def sample_runs(self, graph: GraphModule) -> float:
-        """Return how often the samples run through the model, as if each half took half as long."""
+    def forward_samples(self, graph: GraphModule, samples: int) -> float:
+        """Return the samples of all runs through the model, as if each half took half as long."""
         if self.remove is None:
             return 0.0
         count, layers = self._count(graph), len(self._all(graph))
         each = {"influence": 1.0, "iterative": float(count), "perplexity": count * (1 + layers / 2)}[self.ranking]
-        return each * (2 if self.compare_halves else 1)
+        return each * samples * (2 if self.compare_halves else 1)
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:
         """Refuse blocks that the model has not, too many of them, and a loss that it has not."""

@@ -69,9 +69,18 @@ class Pass(ABC):
         """
         return False
 
-    def sample_runs(self, graph: GraphModule) -> float:
-        """Return how many times :meth:`run` takes all samples through a graph, where :attr:`runs_samples` is true."""
-        return 1.0
+    def forward_samples(self, graph: GraphModule, samples: int) -> float:
+        """Return how many samples :meth:`run` takes through a graph, each time counted, where :attr:`runs_samples` is
+        true.
+
+        Args:
+            samples: that there are.
+        """
+        return samples
+
+    def timed_graphs(self, graph: GraphModule) -> int:
+        """Return how many graphs :meth:`run` makes kernels of, to time them."""
+        return 0
 
     def plans_sizes(self, graph: GraphModule) -> bool:
         """Return whether :meth:`plan` leaves each layer of a graph, and as wide, as :meth:`run` will, whatever the

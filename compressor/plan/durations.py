@@ -40,6 +40,7 @@ _CANDIDATE_TURNS = 4e6  # compiling one candidate, for its number of tokens alon
 _TIMED_S = 0.2  # at least, that a candidate is timed
 _TIMED_RUNS = 10  # at least
 _LINK_TURNS = 1.5e7
+_TURNS_S = 2.0  # that a search's graph is timed for
 _SLOWER_PRODUCT = 1.8  # our kernels against the probe's matrix product
 _SLOWER_READ = 1.5  # against the probe's read bandwidth
 _BELOW_PEAK = {"compute": 2.5, "memory": 1.5}  # a whole model against its bound
@@ -179,6 +180,12 @@ def compile_seconds(graph: GraphModule, prices: Prices, tune: str, isa: Isa) -> 
             each = _CANDIDATE_TURNS * prices.seconds["python"] + max(_TIMED_S, _TIMED_RUNS * once)
             seconds += candidates * each if candidates > 1 else 0
     return seconds
+
+
+def timing_graphs_seconds(graph: GraphModule, count: int, prices: Prices) -> float:
+    """Predict the seconds of lowering graphs that have nearly all kernels in common, and of timing them in turns."""
+    turns = _LOWER_TURNS + (_EXPORT_TURNS + _LOWER_NODE_TURNS) * lowered_nodes(graph)
+    return count * (turns * prices.seconds["python"] + _TURNS_S)
 
 
 def kernel_seconds(kernel: LinearKernel, tokens: int, prices: Prices) -> float:

@@ -28,7 +28,8 @@ class PassPlan:
         runs_samples: it takes the calibration samples through the whole graph, beside what the sites' plans say.
         notes: what it has to say beside the sites.
         training: runs of the graph that it takes, if it trains.
-        sample_runs: how many times it takes them, where it does.
+        forward_samples: how many of them, each time counted, where it does.
+        timed_graphs: graphs that it makes kernels of, to time them.
         is_exact: the samples decide nothing that bytes depend on.
     """
 
@@ -40,7 +41,8 @@ class PassPlan:
     runs_samples: bool = False
     notes: tuple[str, ...] = ()
     training: TrainingNeeds | None = None
-    sample_runs: float = 1.0
+    forward_samples: float = 0.0
+    timed_graphs: int = 0
     is_exact: bool = True
 
 

@@ -184,7 +184,8 @@ def _plan_pass(index: int, step: Pass, graph: GraphModule, context: Context, rec
     """Ask one pass, which rewrites the graph without weights."""
     name, said = PASSES.name_of(step), len(context.notes)
     step.requires(graph, context)
-    runs, is_exact = step.sample_runs(graph), step.plans_sizes(graph)
+    samples = 0 if recipe.calibration is None else recipe.calibration.samples
+    forwards, timed, is_exact = step.forward_samples(graph, samples), step.timed_graphs(graph), step.plans_sizes(graph)
     planned = step.plan(graph, context)
     sites = tuple(planned or ())
     if recipe.calibration is None and (step.runs_samples or step.training or any(site.needs for site in sites)):
@@ -199,7 +200,8 @@ def _plan_pass(index: int, step: Pass, graph: GraphModule, context: Context, rec
         runs_samples=step.runs_samples,
         notes=tuple(context.notes[said:]),
         training=step.training,
-        sample_runs=runs,
+        forward_samples=forwards,
+        timed_graphs=timed,
         is_exact=is_exact,
     )
 

@@ -27,6 +27,7 @@ from compressor.plan.durations import (
     proof_work,
     scoring_work,
     text_work,
+    timing_graphs_seconds,
     timing_seconds,
     write_work,
 )
@@ -77,6 +78,7 @@ class Costs:
         amounts: what memory depends on, but for the two choices.
         work: of each stage but those of :func:`_compiling` and timing, by unit.
         again: of passes, what is added to it if hidden states lie on disk.
+        timed: of passes, graphs that kernels are made of to be timed.
         graphs: captured, and compressed; parameters may be on the meta device.
         tune: as in the recipe.
         isa: instruction set of the kernels; None for browsers, of which nothing that kernels do is foreseen.
@@ -91,6 +93,7 @@ class Costs:
     amounts: Amounts
     work: dict[str, Work]
     again: dict[str, Work]
+    timed: dict[str, int]
     graphs: tuple[GraphModule, GraphModule]
     tune: str
     isa: Isa | None
@@ -115,12 +118,13 @@ class Costs:
         graph, final = self.graphs
         info: ModelInfo = graph.meta["model"]
         seconds = {"start": prices.seconds["import_all"]}
-        begin = ("capture", "text", "plan", "independence")
-        seconds |= {stage: prices.cost(work) for stage, work in self.work.items() if stage in begin}
+        seconds |= {stage: prices.cost(self.work[stage]) for stage in ("capture", "text", "plan") if stage in self.work}
         passes = {stage: work for stage, work in self.work.items() if stage.startswith("pass ")}
         for stage, amounts in passes.items():
             again = prices.cost(self.again.get(stage, {})) if spill else 0.0
             seconds[stage.removeprefix("pass ")] = prices.cost(amounts) + again
+            seconds[stage.removeprefix("pass ")] += timing_graphs_seconds(graph, self.timed.get(stage, 0), prices)
+        seconds["independence"] = prices.cost(self.work["independence"])
         if self.isa is not None:
             seconds["compile"] = compile_seconds(final, prices, self.tune, self.isa)
         seconds["write"] = prices.cost(self.work["write"])
@@ -198,6 +202,7 @@ def run_costs(graph: GraphModule, planned: PlannedPasses, recipe: Recipe, backen
         ),
         work={**work, **passes},
         again=again,
+        timed=sum((Counter({f"pass {step.name}": step.timed_graphs}) for step in planned.passes), Counter()),
         graphs=(graph, final),
         tune=recipe.tune,
         isa=isa,
@@ -290,10 +295,10 @@ def _streaming(step: PassPlan, graph: GraphModule, recipe: Recipe) -> Streaming 
         found.append(plan_calibration(graph, step.sites, spec.samples, length))
     if step.training is not None:
         found.append(plan_training(graph, step.training, step.sites, length))
-    if found:
-        return reduce(one_after_another, found)
-    forward = plan_forward(graph, spec.samples, length)
-    return replace(forward, work={unit: step.sample_runs * amount for unit, amount in forward.work.items()})
+    if step.runs_samples:
+        forward, share = plan_forward(graph, spec.samples, length), step.forward_samples / spec.samples
+        found.append(replace(forward, work={unit: share * amount for unit, amount in forward.work.items()}))
+    return reduce(one_after_another, found)
 
 
 def _evaluation(recipe: Recipe, info: ModelInfo) -> Evaluation | None:

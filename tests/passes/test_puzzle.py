@@ -153,7 +153,23 @@ def test_times_add_up_and_limit_the_choice(options: dict[str, Any]) -> None:
 def test_steps_are_timed_on_kernels() -> None:
     recipe = Recipe.from_dict({"model": "reference", "passes": [], "tune": "off"})
     (seconds,), told = Steps(recipe, 1, Silent())([captured()])
-    assert 0 < seconds < 1 and told == "measured on this machine, with 40 tokens of context"
+    assert 0 < seconds < 1 and told == "measured on this machine, with 52 tokens of context"
+
+
+def test_what_a_search_takes_is_foreseen() -> None:
+    timed = list[int]()
+
+    def clock(graphs: Sequence[GraphModule]) -> tuple[list[float], str]:
+        timed.append(len(graphs))
+        return [1.0] * len(graphs), "counted"
+
+    graph, step = captured(), Puzzle(latency=0.5, multiple=8, held_out=0.5)
+    foreseen, alike = step.timed_graphs(graph), Puzzle(parameters=1e5).timed_graphs(graph)
+    with pytest.raises(UsageError, match="latency"):  # nothing is quicker by this clock
+        step.run(graph, Context(samples=SAMPLES, step_seconds=clock))
+    assert foreseen == timed[0] + 5 * 8 and alike == 0
+    few = Puzzle(latency=0.5, multiple=8, samples=8)
+    assert few.forward_samples(graph, 800) == few.forward_samples(graph, 8) < step.forward_samples(graph, 800)
 
 
 @pytest.mark.parametrize(
