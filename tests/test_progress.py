@@ -1,4 +1,4 @@
-"""What the log says of a run's end."""
+"""Lines of the log: when a task, and the whole run, are to end."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Puzzle(LimitOptions, SpaceOptions, CandidateOptions, Pass):
         return searched_samples(space, count, self.held_out, self.steps > 0, self.latency is not None)
 
     def timed_graphs(self, graph: GraphModule) -> int:
-        """Return what a limit of time takes."""
+        """Return the graphs with single changes, and the wholes, where time is limited."""
         return 0 if self.latency is None else timed_graphs(graph, self._problem(graph))
 
     def requires(self, graph: GraphModule, ctx: Context) -> None:

@@ -122,8 +122,8 @@ class Costs:
         passes = {stage: work for stage, work in self.work.items() if stage.startswith("pass ")}
         for stage, amounts in passes.items():
             again = prices.cost(self.again.get(stage, {})) if spill else 0.0
-            seconds[stage.removeprefix("pass ")] = prices.cost(amounts) + again
-            seconds[stage.removeprefix("pass ")] += timing_graphs_seconds(graph, self.timed.get(stage, 0), prices)
+            timed = timing_graphs_seconds(graph, self.timed[stage], prices)
+            seconds[stage.removeprefix("pass ")] = prices.cost(amounts) + again + timed
         seconds["independence"] = prices.cost(self.work["independence"])
         if self.isa is not None:
             seconds["compile"] = compile_seconds(final, prices, self.tune, self.isa)

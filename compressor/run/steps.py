@@ -41,7 +41,7 @@ _LEAST_ROUNDS, _LONG_S = 15, 60.0
 
 @dataclass(frozen=True)
 class Turn:
-    """What is timed of one graph.
+    """Hold the calls that time one graph.
 
     Attributes:
         rewind: called before the first step of a turn: every turn has the same tokens in front of it.
@@ -155,15 +155,15 @@ def in_turns(turns: Sequence[Turn]) -> list[float]:
     step of each turn is compared with that of the first one in the same round, and the median is taken of rounds
     (docs/decisions/0147-times-by-rounds.md).
     """
-    found, begin = list[list[float]](), time.perf_counter()
+    rounds, begin = list[list[float]](), time.perf_counter()
     while True:
-        found.append([_median_step(turn) for turn in turns])
-        taken, rounds = time.perf_counter() - begin, len(found)
-        if rounds >= _LEAST_ROUNDS and (taken > _LONG_S or (rounds >= _ROUNDS and taken > _SECONDS * len(turns))):
+        rounds.append([_median_step(turn) for turn in turns])
+        taken, count = time.perf_counter() - begin, len(rounds)
+        if count >= _LEAST_ROUNDS and (taken > _LONG_S or (count >= _ROUNDS and taken > _SECONDS * len(turns))):
             break
-    level = float(np.median(found, axis=0)[0])
-    shares = np.array(found) / np.array(found)[:, :1]
-    return [level * float(share) for share in np.median(shares, axis=0)]
+    found = np.array(rounds)
+    level = float(np.median(found[:, 0]))
+    return [level * float(share) for share in np.median(found / found[:, :1], axis=0)]
 
 
 def _median_step(turn: Turn) -> float:

@@ -6,9 +6,11 @@ from torch.fx import GraphModule
 
 from compressor.pipeline.structured.architecture import alike
 from compressor.pipeline.structured.architecture_formats import Problem
+from compressor.pipeline.structured.costs.limits import AT_ONCE
+from compressor.pipeline.structured.costs.times import single_changes
 from compressor.search.space import Space
 
-_TURNS = 8  # of the programme, where time is limited; each times four architectures and the whole one
+_TURNS = 8  # of the programme, where time is limited; each times a few architectures and the whole one
 _WHOLES = 9  # architectures that a turn scores
 
 
@@ -29,6 +31,5 @@ def searched_samples(space: Space, samples: int, held_out: float, is_trained: bo
 
 def timed_graphs(graph: GraphModule, given: Problem) -> int:
     """Return the graphs that are timed: with each change in sub-layers that are alike, and the best as wholes."""
-    groups, space = alike(graph, given.parts.layers, given.joined), given.joined
-    changes = sum(len({one.label for i in members for one in space[i][1:]}) for members in groups)
-    return 1 + changes + 5 * _TURNS
+    changes = single_changes(alike(graph, given.parts.layers, given.joined), given.joined)
+    return 1 + len(changes) + (1 + AT_ONCE) * _TURNS

@@ -15,7 +15,7 @@ from compressor.pipeline.structured.costs.times import Choice, Costing, Times
 from compressor.search.front import lowered
 from compressor.search.programme import Limit
 
-_AT_ONCE = 4  # architectures that are timed together
+AT_ONCE = 4  # architectures that are timed together
 
 
 class Costs:
@@ -101,7 +101,7 @@ class Costs:
         best = next(filter(self.allow, ranked), None)
         found = dict[Choice, None]()
         for share, _ in self.sets():
-            within = list(islice((one for one in ranked if self.allow(one, share)), _AT_ONCE))
+            within = list(islice((one for one in ranked if self.allow(one, share)), AT_ONCE))
             if within and within[0] not in self.clock.taken:
                 found |= dict.fromkeys(one for one in within if one not in self.clock.taken)
         if found:

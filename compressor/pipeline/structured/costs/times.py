@@ -93,7 +93,7 @@ class Times:
                 f"{given.pass_name}: latency: what {self._what} takes is not known here; compress through "
                 "compressor.compress or the command line, or limit weight_bytes or parameters"
             )
-        self._alone = self._changes()
+        self._alone = single_changes(self._groups, given.space)
         self.time(self._alone)
 
     def time(self, several: Sequence[Choice], what: str = "seconds") -> None:
@@ -130,21 +130,6 @@ class Times:
         found = np.append(0.0, np.linalg.lstsq(counts[:, 1:] * weights[:, None], added * weights, rcond=None)[0])
         return Limit([found[row].tolist() for row in places], first, self._share * first, " s")
 
-    def _changes(self) -> list[Choice]:
-        """Return the architectures with one change in all sub-layers that are alike but the first of them.
-
-        What stands beside the changed ones cancels in the difference, and no difference is taken for more than it is.
-        """
-        found, space = [], self._given.space
-        for members in self._groups:
-            for label in dict.fromkeys(one.label for i in members for one in space[i][1:]):
-                able = [i for i in members if any(one.label == label for one in space[i])]
-                choice = [*self._whole]
-                for i in able[1:] or able:
-                    choice[i] = next(place for place, one in enumerate(space[i]) if one.label == label)
-                found.append(tuple(choice))
-        return found
-
     def confirm(self, choice: Choice) -> None:
         """Time an architecture once more: it was chosen since it seemed quick, and counts with its mean from now on."""
         first = self.taken[choice]
@@ -164,3 +149,19 @@ class Times:
             f"{1e3 * taken:.4g} ms ({foreseen / taken - 1:+.1%}), {taken / whole:.3f} of the model's "
             f"{1e3 * whole:.4g} ms; its parts, timed apart, added up to {parts / whole:.3f} ({self._how})"
         )
+
+
+def single_changes(groups: Sequence[Sequence[int]], space: Space) -> list[Choice]:
+    """Return the architectures with one change in all sub-layers that are alike but the first of them.
+
+    What stands beside the changed ones cancels in the difference, and no difference is taken for more than it is.
+    """
+    found = []
+    for members in groups:
+        for label in dict.fromkeys(one.label for i in members for one in space[i][1:]):
+            able = [i for i in members if any(one.label == label for one in space[i])]
+            choice = [0] * len(space)
+            for i in able[1:] or able:
+                choice[i] = next(place for place, one in enumerate(space[i]) if one.label == label)
+            found.append(tuple(choice))
+    return found
