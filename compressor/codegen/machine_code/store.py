@@ -30,7 +30,8 @@ class Object:
 class ObjectStore:
     """Object files on disk, each under the digest of all that determines it, and of its own bytes.
 
-    Several runs may share the folder: a file appears whole and never changes.
+    Several runs may share the folder: a file appears whole and never changes.  They lie in folders by the first two
+    digits, as a kernel is looked for by its digest among all files of one.
 
     Args:
         folder: None takes the cache folder's.
@@ -42,7 +43,7 @@ class ObjectStore:
 
     def find(self, key: str) -> bytes | None:
         """Return the object of a key, None if there is none; a file that is damaged is removed."""
-        for path in self.folder.glob(f"{key}.*.o"):
+        for path in (self.folder / key[:2]).glob(f"{key}.*.o"):
             with contextlib.suppress(OSError):
                 content = path.read_bytes()
                 if path == self._path(key, content):
@@ -57,8 +58,9 @@ class ObjectStore:
         Raises:
             OSError: it cannot be written; nothing is left behind.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        replace_file(self._path(key, content), content)
+        path = self._path(key, content)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, content)
 
     def trim(self) -> None:
         """Remove what was not used for longest, if there is more than is kept."""
@@ -81,10 +83,10 @@ class ObjectStore:
 
     def objects(self) -> Iterator[Object]:
         """List what is kept."""
-        for path in self.folder.glob("*.o"):
+        for path in self.folder.glob("*/*.o"):
             with contextlib.suppress(OSError):  # another run may remove it at this moment
                 state = path.stat()
                 yield Object(path, state.st_size, state.st_mtime)
 
     def _path(self, key: str, content: bytes) -> Path:
-        return self.folder / f"{key}.{hashlib.sha256(content).hexdigest()[:_DIGITS]}.o"
+        return self.folder / key[:2] / f"{key}.{hashlib.sha256(content).hexdigest()[:_DIGITS]}.o"

@@ -135,7 +135,7 @@ def test_what_was_not_used_for_longest_goes(tmp_path: Path) -> None:
     store, now = ObjectStore(tmp_path, most_bytes=4000), time.time()
     for number in range(5):
         store.keep(f"{number:064x}", bytes([number]) * 1000)
-        os.utime(next(tmp_path.glob(f"{number:064x}.*")), (now - 100 + number, now - 100 + number))
+        os.utime(next(tmp_path.rglob(f"{number:064x}.*")), (now - 100 + number, now - 100 + number))
     assert store.find(f"{0:064x}") == b"\0" * 1000  # used now
     store.trim()
     assert [number for number in range(5) if store.find(f"{number:064x}") is not None] == [0, 3, 4]
@@ -147,7 +147,7 @@ def test_pruning_goes_by_the_last_use(tmp_path: Path) -> None:
     store, day = ObjectStore(tmp_path), 86400.0
     for number, days in enumerate((0.5, 3.0)):
         store.keep(f"{number:064x}", b"code")
-        os.utime(next(tmp_path.glob(f"{number:064x}.*")), (time.time() - days * day,) * 2)
+        os.utime(next(tmp_path.rglob(f"{number:064x}.*")), (time.time() - days * day,) * 2)
     assert [one.size_bytes for one in store.prune(1.0)] == [4] and store.find(f"{0:064x}") == b"code"
     assert len(store.prune()) == 1 and store.find(f"{0:064x}") is None and store.prune() == []
 
